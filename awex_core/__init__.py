@@ -1,0 +1,23 @@
+"""Weights are described by coordinates, planned once, and copied once, straight from
+the trainer's shard into the engine's live parameter.
+
+    layout  ->  plan  ->  transfer  ->  commit        meta beside them, testing shipped
+
+    errors, version, mixing   leaves
+    layout      WHAT each rank holds: canonical tensors, shards, traced loaders
+    plan        WHO sends WHICH bytes to whom, proved complete; pure
+    transfer    MOVES bytes: shared memory, packed buckets over a process group
+    commit      digests that do not depend on sharding
+    meta        WHO is there: the meta server, its store and its client
+    session     one pair of sides, planned and connected, used for many versions
+    writer      WeightWriter, one per trainer rank
+    reader      WeightReader, one per engine worker
+    controller  EngineController, one per engine: READY -> UPDATING -> READY
+    engine      the protocols an engine plugin implements
+
+Read in that order. How often each step runs: a layout once per model, a plan
+and its connections once per set of members, a transfer and a commit once per
+version. Importing this package needs neither torch nor an engine.
+"""
+
+__version__ = "0.1.0"

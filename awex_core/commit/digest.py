@@ -1,0 +1,138 @@
+"""Whole-model digests that do not depend on how either side cuts its tensors.
+
+A digest is ``LANES`` numbers: tensors are dealt to lanes in name order, so that
+a mismatch points at few names without anyone sending a number per tensor. It is
+taken over the bits in the *destination's* dtype, so a trainer that keeps
+float32 and an engine that keeps bfloat16 compare what the engine should hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from awex_core.commit.modes import VerifyMode
+from awex_core.errors import LayoutError
+from awex_core.layout.dtypes import DTYPES
+from awex_core.layout.layout import CanonicalTensor
+from awex_core.layout.live import Memory
+from awex_core.mixing import CHUNK, element_bits, mix_sum
+from awex_core.plan.copies import tensor_seeds
+from awex_core.plan.program import CopyProgram
+from awex_core.transfer.views import descriptor_view
+
+LANES = 64
+Lanes = npt.NDArray[np.uint64]
+
+_SAMPLED_SHARE = 8
+"""``sampled`` checks the first, middle and last layer and one tensor in this many of the others."""
+
+
+def empty_lanes() -> Lanes:
+    """The digest of nothing."""
+    return np.zeros(LANES, dtype=np.uint64)
+
+
+def lane_of(index: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """The lane of each tensor index, of ``count`` tensors in name order."""
+    return index * LANES // max(count, 1) if count > LANES else index
+
+
+def digest_program(
+    program: CopyProgram,
+    tensors: Sequence[CanonicalTensor],
+    memory: Memory,
+    side: Literal["src", "dst"],
+    *,
+    only: npt.NDArray[np.bool_] | None = None,
+) -> Lanes:
+    """Digest of the elements a copy program reads (``src``, cast as the copy casts) or has written (``dst``).
+
+    Args:
+        program: the descriptors.
+        tensors: the destination layout's tensors.
+        memory: that side's memory.
+        side: which end of each copy to look at.
+        only: per tensor, whether it takes part.
+    """
+    lanes = [0] * LANES
+    seeds = tensor_seeds(tensors).tolist()
+    lane = lane_of(program.tensor, len(tensors)).tolist()
+    for k in range(len(program)):
+        if only is not None and not only[program.tensor[k]]:
+            continue
+        lanes[lane[k]] += _digest_descriptor(program, k, memory, side, seeds[int(program.tensor[k])])
+    return np.asarray([total % (1 << 64) for total in lanes], dtype=np.uint64)
+
+
+def _digest_descriptor(program: CopyProgram, k: int, memory: Memory, side: str, seed: int) -> int:
+    wanted = getattr(torch, DTYPES[int(program.dst_dtype[k])])
+    view = descriptor_view(program, k, memory, side)
+    rows, cols = view.shape
+    row_step, col_step = int(program.canonical_row_stride[k]), int(program.canonical_col_stride[k])
+    device = view.device
+    total, base = 0, int(program.canonical[k])
+    block_cols = min(cols, CHUNK)
+    block_rows = max(1, CHUNK // block_cols)
+    for c in range(0, cols, block_cols):
+        col_index = torch.arange(c, min(c + block_cols, cols), device=device) * col_step
+        for r in range(0, rows, block_rows):
+            row_index = torch.arange(r, min(r + block_rows, rows), device=device) * row_step
+            block = view[r : r + block_rows, c : c + block_cols].to(wanted).contiguous()
+            index = base + row_index[:, None] + col_index[None, :]
+            total += mix_sum(element_bits(block), index, seed)
+    return total % (1 << 64)
+
+
+def pack_lanes(lanes: Lanes) -> bytes:
+    """64 numbers as 512 bytes, little-endian."""
+    return lanes.astype("<u8").tobytes()
+
+
+def unpack_lanes(data: bytes) -> Lanes:
+    """The reverse of ``pack_lanes``; raises ``LayoutError`` for another size."""
+    if len(data) != LANES * 8:
+        raise LayoutError(f"a digest has {LANES * 8} bytes, got {len(data)}")
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64)
+
+
+def sum_lanes(parts: Iterable[Lanes]) -> Lanes:
+    """Partial digests added up, modulo 2^64."""
+    total = empty_lanes()
+    for part in parts:
+        total = total + part
+    return total
+
+
+def differing_tensors(expected: Lanes, found: Lanes, tensors: Sequence[CanonicalTensor]) -> list[str]:
+    """Names of the tensors whose lanes differ (some of them may be right)."""
+    wrong = np.flatnonzero(expected != found)
+    lane = lane_of(np.arange(len(tensors)), len(tensors))
+    return [tensors[int(t)].name for t in np.flatnonzero(np.isin(lane, wrong))]
+
+
+def verified_tensors(tensors: Sequence[CanonicalTensor], mode: VerifyMode, number: int) -> npt.NDArray[np.bool_]:
+    """Which tensors a sync with this version number checks; both ends compute the same.
+
+    ``sampled`` takes the first, the middle and the last layer's tensors by name
+    order and, rotating with ``number``, every ``_SAMPLED_SHARE``-th of the others.
+    """
+    count = len(tensors)
+    if mode == "off":
+        return np.zeros(count, dtype=bool)
+    if mode == "full":
+        return np.ones(count, dtype=bool)
+    layers = [_layer_of(spec.name) for spec in tensors]
+    present = sorted({layer for layer in layers if layer is not None})
+    fixed = {present[0], present[len(present) // 2], present[-1]} if present else set()
+    seeds = tensor_seeds(tensors)
+    rotating = (seeds + np.uint64(number)) % np.uint64(_SAMPLED_SHARE) == 0
+    return np.asarray([layer in fixed for layer in layers], dtype=bool) | rotating
+
+
+def _layer_of(name: str) -> int | None:
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)

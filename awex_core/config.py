@@ -1,0 +1,112 @@
+"""Settings, from arguments or from environment variables named ``AWEX_*``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from awex_core.commit.modes import VerifyMode
+from awex_core.errors import ConfigError
+from awex_core.pairing import TransportName
+
+_NAMES = {
+    "AWEX_META_SERVER": "meta_server",
+    "AWEX_JOB": "job",
+    "AWEX_TRANSPORT": "transport",
+    "AWEX_VERIFY": "verify",
+    "AWEX_SYNC_TIMEOUT": "sync_timeout_s",
+    "AWEX_CONNECT_TIMEOUT": "connect_timeout_s",
+    "AWEX_BUCKET_BYTES": "bucket_nbytes",
+}
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """How one process takes part in weight syncs.
+
+    ``meta_server`` is HOST:PORT. ``token`` is the meta server's bearer token;
+    it comes from ``AWEX_TOKEN`` or the file named by ``AWEX_TOKEN_FILE`` and is
+    never shown. Times are in seconds, sizes in bytes.
+    """
+
+    meta_server: str
+    token: str
+    job: str = "default"
+    transport: TransportName = "auto"
+    verify: VerifyMode = "full"
+    sync_timeout_s: float = 300.0
+    """Longest time one version may take, from the first rank's call to the last engine's commit."""
+    connect_timeout_s: float = 30.0
+    """Longest time to wait for an answer of the meta server."""
+    bucket_nbytes: int = 256 << 20
+    """Size of one staging bucket of packed transports."""
+
+    def __post_init__(self) -> None:
+        host, _, port = self.meta_server.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"meta server address {self.meta_server!r} is not HOST:PORT, for example 127.0.0.1:8900")
+        _check_choice("transport", self.transport, get_args(TransportName))
+        _check_choice("verify", self.verify, get_args(VerifyMode))
+        for name in ("sync_timeout_s", "connect_timeout_s", "bucket_nbytes"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def __repr__(self) -> str:
+        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "token"}
+        return f"SyncConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str] | None = None, **given: Any) -> SyncConfig:
+        """Settings from the environment; keyword arguments that are not None win.
+
+        Raises:
+            ConfigError: the meta server or the token is missing, or a value is malformed.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {field: environ[name] for name, field in _NAMES.items() if environ.get(name)}
+        for name in ("sync_timeout_s", "connect_timeout_s", "bucket_nbytes"):
+            if name in values:
+                values[name] = _number(name, values[name], int if name == "bucket_nbytes" else float)
+        values |= {name: value for name, value in given.items() if value is not None}
+        if "meta_server" not in values:
+            raise ConfigError("no meta server: pass --weight-sync-meta-server HOST:PORT or set AWEX_META_SERVER")
+        values.setdefault("token", read_token(environ))
+        return SyncConfig(**values)
+
+    def with_timeout(self, timeout_s: float | None) -> SyncConfig:
+        """The same settings with another ``sync_timeout_s``."""
+        return self if timeout_s is None else replace(self, sync_timeout_s=timeout_s)
+
+
+def read_token(environ: Mapping[str, str] | None = None) -> str:
+    """The bearer token, from ``AWEX_TOKEN`` or the file that ``AWEX_TOKEN_FILE`` names.
+
+    Raises:
+        ConfigError: neither is set, or the file cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    token = environ.get("AWEX_TOKEN", "")
+    path = environ.get("AWEX_TOKEN_FILE", "")
+    if not token and path:
+        try:
+            token = Path(path).read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"cannot read the token file {path} (AWEX_TOKEN_FILE): {error.strerror}") from error
+    if not token:
+        raise ConfigError("no token: set AWEX_TOKEN_FILE to the file that `awex meta-server` printed, or AWEX_TOKEN")
+    return token
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def _number(name: str, text: str, kind: type[int] | type[float]) -> float:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} must be a number, got {text!r}") from error

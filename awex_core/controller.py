@@ -1,0 +1,250 @@
+"""``EngineController``: takes one engine from version to version, or leaves it where it is.
+
+    READY(v) -> UPDATING(v, v') -> READY(v')
+
+One per process that accepts requests; when an engine has several, the meta
+server elects one and the others follow. Per version::
+
+    connect   workers plan and connect; requests keep running. A failure leaves READY(v)
+    pause     no token is computed from here on
+    receive   all workers receive, verify, finish. A failure leaves TORN
+    commit    the meta server records it, unless the trainer has given up. A refusal leaves TORN
+    resume    the new version becomes visible, caches of the old one are gone
+
+A torn engine answers no generation request until a later version repairs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from awex_core.config import SyncConfig
+from awex_core.engine import EngineHost
+from awex_core.errors import AwexError, Fenced, TransferError
+from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.meta.messages import EngineState, JobView, SyncView
+from awex_core.process import this_process
+from awex_core.version import INITIAL, Version
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_WATCH_S = 20.0
+_RETRY_S = 1.0
+
+
+class EngineController:
+    """The control task of one engine, in one process that accepts its requests."""
+
+    def __init__(self, host: EngineHost, *, engine: str, config: SyncConfig, require_version: bool = False) -> None:
+        """Make a controller; ``start`` joins, ``run`` works.
+
+        Args:
+            host: the engine.
+            engine: its name, the same for all its controllers and workers.
+            config: the settings.
+            require_version: refuse generation until a trainer's version is served (dummy weights, say).
+        """
+        self.engine, self.config, self.require_version = engine, config, require_version
+        self.state: EngineState = "ready"
+        self.version: Version = INITIAL
+        self.reason = ""
+        self.elected = False
+        self.last_sync: dict[str, float] = {}
+        self._host = host
+        self._client = MetaClient(config.meta_server, config.job, config.token, timeout_s=config.connect_timeout_s)
+        self._process = this_process(config.meta_server)
+        self._leases: LeaseKeeper | None = None
+        self._prepared = ""
+
+    async def start(self) -> None:
+        """Join the job and have the workers join.
+
+        Raises:
+            MetaServerError: the meta server cannot be reached in time, or refuses.
+        """
+        lease_s = await self._call(self._join)
+        self._leases = LeaseKeeper(self._client, lease_s, lambda _: self._join())
+        self._leases.add(self._process.incarnation)
+        if self.elected:
+            await self._prepare(await self._call(self._client.watch))
+
+    def _join(self) -> float:
+        reply = self._client.join_controller(
+            self.engine, self._process, state=self.state, version=self.version, reason=self.reason
+        )
+        self.elected = reply.elected
+        return reply.lease_s
+
+    async def _call(self, function: Callable[[], _T]) -> _T:
+        """Run a blocking call of the meta client without holding up requests."""
+        return await asyncio.to_thread(function)
+
+    def why_closed(self) -> str:
+        """Why generation requests must be refused now; empty when they need not."""
+        if self.state == "torn":
+            return f"the weights of this engine are incomplete: {self.reason}"
+        if self.require_version and self.version == INITIAL:
+            return "no trainer has published a version yet" + (f" ({self.reason})" if self.reason else "")
+        return ""
+
+    def status(self) -> dict[str, Any]:
+        """What ``/awex/status`` shows."""
+        return {
+            "engine": self.engine,
+            "state": self.state,
+            "version": {"epoch": self.version.epoch, "number": self.version.number},
+            "reason": self.reason,
+            "elected": self.elected,
+            "closed": self.why_closed(),
+            "last_sync": self.last_sync,
+        }
+
+    async def run(self) -> None:
+        """Follow the job until cancelled. Never ends by itself: every failure is logged and survived."""
+        since = 0
+        while True:
+            try:
+                current = since
+                view = await self._call(lambda: self._client.watch(current, _WATCH_S))
+                # A restarted server counts from the beginning again.
+                since = view.revision
+                await self._step(view)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the control task must outlive whatever it meets
+                logger.warning("awex: engine %s: %s", self.engine, error)
+                since = 0
+                await asyncio.sleep(_RETRY_S)
+
+    async def _step(self, view: JobView) -> None:
+        if not self.elected:
+            await self._follow(view)
+            return
+        await self._prepare(view)
+        sync = view.sync
+        if sync is None or sync.state != "open" or sync.version <= self.version:
+            return
+        mine = sync.engines.get(self.engine)
+        if mine is not None and mine.outcome == "pending":
+            await self._update(sync)
+
+    async def _follow(self, view: JobView) -> None:
+        """Another process controls this engine: show its state, stand ready to take over."""
+        seen = view.engines.get(self.engine)
+        if seen is not None:
+            self.state, self.version, self.reason = seen.state, seen.version, seen.reason
+        if seen is None or not seen.controller:
+            await self._call(self._join)
+
+    async def _prepare(self, view: JobView) -> None:
+        """Have the workers join, and trace when a trainer with another model appears."""
+        trainer = view.writers[0].manifest if view.epoch and view.writers else "none yet"
+        if trainer == self._prepared:
+            return
+        try:
+            await self._host.prepare()
+        except Exception as error:
+            if trainer == "none yet":
+                raise
+            await self._set_state("refused", str(error))
+            logger.error("awex: engine %s refuses the trainer's model: %s", self.engine, error)
+        else:
+            if self.state == "refused":
+                await self._set_state("ready", "")
+        self._prepared = trainer
+
+    async def _set_state(self, state: EngineState, reason: str) -> None:
+        self.state, self.reason = state, reason
+        version = self.version
+        try:
+            await self._call(
+                lambda: self._client.set_engine_state(self._process.incarnation, state, version, reason=reason)
+            )
+        except Fenced:
+            self.elected = False
+        except AwexError as error:  # told again when the lease is renewed
+            logger.warning("awex: engine %s: %s", self.engine, error)
+
+    async def _update(self, sync: SyncView) -> None:
+        """One version, from connect to resume."""
+        was_torn = self.state == "torn"
+        await self._report(sync.version, "updating")
+        await self._host.connect(sync.version)
+        failure = await self._failure(sync.version)
+        if failure:
+            await self._host.release()
+            await self._report(sync.version, "failed", failure)
+            return
+        paused_at = time.perf_counter()
+        await self._host.pause()
+        figures: dict[str, float] = {}
+        try:
+            self.state = "updating"
+            await self._host.receive(sync.version)
+            figures["update_s"] = time.perf_counter() - paused_at
+            await self._commit(sync.version, figures)
+        except Exception as error:  # noqa: BLE001 - from here on bytes may have moved, whatever was raised
+            await self._torn(sync.version, str(error), again=was_torn)
+            return
+        await self._host.resume(sync.version)
+        self.last_sync = figures | {"pause_s": time.perf_counter() - paused_at}
+        logger.info(
+            "awex: engine %s serves version %s; paused %.1f ms",
+            self.engine,
+            sync.version,
+            1e3 * self.last_sync["pause_s"],
+        )
+
+    async def _commit(self, version: Version, figures: dict[str, float]) -> None:
+        failure = await self._failure(version)
+        if failure:
+            raise TransferError(failure)
+        accepted, reason = await self._report(version, "committed", figures=figures)
+        if not accepted:
+            raise TransferError(f"version {version} was received but not committed: {reason}")
+        self.state, self.version, self.reason = "ready", version, ""
+
+    async def _failure(self, version: Version) -> str:
+        """Why the version has failed on this engine already; empty while it has not."""
+        sync = (await self._call(self._client.watch)).sync
+        if sync is None or sync.version != version or self.engine not in sync.engines:
+            return f"version {version} is no longer being published"
+        mine = sync.engines[self.engine]
+        return (mine.reason or "it failed") if mine.outcome == "failed" else ""
+
+    async def _torn(self, version: Version, reason: str, *, again: bool) -> None:
+        logger.error("awex: engine %s is torn at version %s: %s", self.engine, version, reason)
+        await self._set_state("torn", f"version {version}: {reason}")
+        if not again:
+            await self._host.fail_requests()
+        try:
+            await self._report(version, "failed", reason)
+        except AwexError as error:
+            logger.warning("awex: engine %s: %s", self.engine, error)
+
+    async def _report(
+        self, version: Version, outcome: Any, reason: str = "", figures: dict[str, float] | None = None
+    ) -> tuple[bool, str]:
+        reply = await self._call(
+            lambda: self._client.report_engine(
+                self._process.incarnation, version, outcome, reason=reason, figures=figures or {}
+            )
+        )
+        return reply.accepted, reply.reason
+
+    def close(self) -> None:
+        """Leave the job; safe to call more than once."""
+        if self._leases is not None:
+            self._leases.close()
+            self._leases = None
+            try:
+                self._client.leave(self._process.incarnation, timeout_s=2.0)
+            except AwexError as error:
+                logger.info("awex: leaving the job: %s", error)
+        self._client.close()

@@ -1,0 +1,101 @@
+"""What an engine plugin gives the core. Two small protocols; everything else is ours.
+
+``WorkerModel`` is one worker's model, in the process that holds it. Its methods
+are called by ``WeightReader``, in this order::
+
+    trace(manifest)                once per trainer model; may be repeated
+    begin() -> Memory              once per version, after ``trace``, before the first byte
+    finish() | abort()             once per version: after all bytes are verified, or after a failure
+
+``EngineHost`` is one engine, as its controller sees it: pausing, telling all
+workers, resuming. Its methods are called by ``EngineController``; see there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from awex_core.layout.layout import CanonicalTensor, Layout
+from awex_core.layout.live import Memory
+from awex_core.version import Version
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderPathModule:
+    """A module whose live weights are not what the checkpoint holds: received aside, finished by the engine."""
+
+    name: str
+    reason: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """One worker's model, traced.
+
+    ``layout`` describes where every piece of the checkpoint belongs, loader-path
+    modules included (in memory that exists only during a sync).
+    """
+
+    layout: Layout
+    loader_path: tuple[LoaderPathModule, ...] = ()
+
+    @property
+    def loader_path_nbytes(self) -> int:
+        """Bytes that do not go straight to their place."""
+        return sum(module.nbytes for module in self.loader_path)
+
+
+class WorkerModel(Protocol):
+    """One worker's model."""
+
+    device: torch.device
+
+    def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
+        """Find out where the trainer's tensors go.
+
+        Raises:
+            PlanError: some of it cannot be received; names every module and reason.
+        """
+
+    def begin(self) -> Memory:
+        """The memory behind the traced layout; allocates what loader-path modules need."""
+
+    def finish(self) -> None:
+        """All bytes are in place: finish loader-path modules and refresh what is derived from weights."""
+
+    def abort(self) -> None:
+        """The version failed: free what ``begin`` allocated. Live weights may be mixed."""
+
+
+class EngineHost(Protocol):
+    """One engine, from the process that accepts its requests. Every method reaches all workers or raises."""
+
+    async def prepare(self) -> None:
+        """Have every worker join and, once the trainer is known, trace its model. Requests keep running.
+
+        Raises:
+            Exception: a worker refuses the trainer's model; the message says why.
+        """
+
+    async def connect(self, version: Version) -> None:
+        """Have every worker plan and connect for ``version``. Requests keep running; workers report failures."""
+
+    async def pause(self) -> None:
+        """Stop computing tokens; keep, or end, the requests in flight, as configured."""
+
+    async def receive(self, version: Version) -> None:
+        """Have every worker receive, verify and finish ``version``; workers report success and failure."""
+
+    async def release(self) -> None:
+        """End an update that failed before any byte moved, on every worker."""
+
+    async def resume(self, version: Version) -> None:
+        """Make ``version`` visible, make sure that nothing cached under another is used, and go on."""
+
+    async def fail_requests(self) -> None:
+        """The weights are torn: end every request in flight with an error, and stay paused."""

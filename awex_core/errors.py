@@ -1,0 +1,100 @@
+"""Every error the product raises on purpose.
+
+    AwexError
+    ├── ConfigError          a setting is missing or wrong
+    ├── LayoutError          a layout is malformed, or does not fit its memory
+    │   └── TraceError       a loader did something that cannot be traced
+    ├── PlanError            the two sides do not fit together; lists the pieces that do not
+    ├── TransferError        bytes could not be moved; names the peer
+    ├── VerifyError          the bytes that arrived are not the bytes that were sent
+    ├── MetaServerError      the meta server refused a request, or could not be reached
+    │   ├── Unauthorized     wrong or missing token
+    │   ├── Fenced           a newer incarnation or version has taken this caller's place
+    │   └── Unreachable      no answer within the time limit
+    ├── SyncTimeout          a wait ended at its limit; names who did not arrive
+    └── SyncFailed           a version was not committed by enough engines
+
+A message says what was expected, what came, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_LISTED_FAULTS = 10
+"""How many faults one message spells out before it only counts them."""
+
+
+class AwexError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(AwexError, ValueError):
+    """A setting is missing or wrong; the message names it and a value that works."""
+
+
+class LayoutError(AwexError, ValueError):
+    """A layout is malformed or does not fit the memory it describes."""
+
+
+class TraceError(LayoutError):
+    """A loader asked a traced tensor for something that needs its values."""
+
+
+class PlanError(AwexError, ValueError):
+    """Source and destination layouts do not fit together.
+
+    ``faults`` holds every fault found; the message lists the first
+    ``MAX_LISTED_FAULTS`` and counts the rest.
+    """
+
+    def __init__(self, summary: str, faults: Sequence[str]) -> None:
+        self.faults = tuple(faults)
+        super().__init__(list_faults(summary, self.faults))
+
+
+class TransferError(AwexError, RuntimeError):
+    """Bytes could not be moved to or from a peer; the message names the peer."""
+
+
+class VerifyError(AwexError, RuntimeError):
+    """The digest of what arrived differs from the digest of what was sent."""
+
+
+class MetaServerError(AwexError, RuntimeError):
+    """The meta server refused a request; the message says why."""
+
+
+class Unauthorized(MetaServerError):
+    """The bearer token is missing or wrong."""
+
+
+class Fenced(MetaServerError):
+    """A newer incarnation, epoch or version has replaced the caller's."""
+
+
+class Unreachable(MetaServerError, ConnectionError):
+    """The meta server gave no answer within the time limit."""
+
+
+class SyncTimeout(AwexError, TimeoutError):
+    """A wait reached its time limit; the message names who was waited for."""
+
+
+class SyncFailed(AwexError, RuntimeError):
+    """Fewer engines committed a version than the quorum asks for.
+
+    ``failed`` maps each engine that did not commit to its reason.
+    """
+
+    def __init__(self, summary: str, failed: dict[str, str]) -> None:
+        self.failed = dict(failed)
+        super().__init__(list_faults(summary, [f"{engine}: {reason}" for engine, reason in failed.items()]))
+
+
+def list_faults(summary: str, faults: Sequence[str]) -> str:
+    """One message: the summary, the first faults one a line, and how many were left out."""
+    lines = [summary, *(f"  - {fault}" for fault in faults[:MAX_LISTED_FAULTS])]
+    if len(faults) > MAX_LISTED_FAULTS:
+        lines.append(f"  ... and {len(faults) - MAX_LISTED_FAULTS} more")
+    return "\n".join(lines)

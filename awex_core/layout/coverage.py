@@ -1,0 +1,125 @@
+"""Which bytes of a rank's memory a layout describes: none twice, and which not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from awex_core.layout.dtypes import ITEMSIZE, dtype_code
+from awex_core.layout.layout import IntArray, Layout, memory_bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Bytes ``[start, end)`` of a buffer that nothing writes."""
+
+    buffer: int
+    start: int
+    end: int
+
+
+def memory_overlaps(layout: Layout) -> list[tuple[int, int]]:
+    """Pairs of shard rows that share memory, each pair once; empty when every byte has one owner.
+
+    Shards whose bounding intervals do not meet are dismissed without looking at
+    their strides; only interleaved ones are taken apart into runs.
+    """
+    low, high = memory_bounds(layout.offset, layout.extent, layout.stride, layout.itemsize)
+    pairs: set[tuple[int, int]] = set()
+    for rows in _clusters(layout.buffer, low, high):
+        begin, end, owner = runs(layout, rows)
+        order = np.argsort(begin, kind="stable")
+        begin, end, owner = begin[order], end[order], owner[order]
+        furthest = np.maximum.accumulate(end)
+        for k in np.flatnonzero(begin[1:] < furthest[:-1]) + 1:
+            before = int(np.flatnonzero(end[:k] > begin[k])[-1])
+            first, second = sorted((int(owner[before]), int(owner[k])))
+            pairs.add((first, second))
+    return sorted(pairs)
+
+
+def _clusters(buffer: IntArray, low: IntArray, high: IntArray) -> Iterator[npt.NDArray[np.intp]]:
+    """Groups of two or more rows of one buffer whose bounding intervals are connected by overlaps."""
+    if not len(buffer):
+        return
+    order = np.lexsort((low, buffer))
+    b, lo, hi = buffer[order], low[order], high[order]
+    # Shift each buffer's intervals beyond those of the one before, so that one running maximum serves all.
+    span = int(hi.max() - min(int(lo.min()), 0)) + 1
+    lo, hi = lo + b * span, hi + b * span
+    new = np.ones(len(b), dtype=bool)
+    new[1:] = lo[1:] >= np.maximum.accumulate(hi)[:-1]
+    starts = np.append(np.flatnonzero(new), len(b))
+    for k in np.flatnonzero(np.diff(starts) > 1):
+        yield order[starts[k] : starts[k + 1]]
+
+
+def runs(layout: Layout, rows: npt.NDArray[np.intp]) -> tuple[IntArray, IntArray, IntArray]:
+    """The contiguous byte runs of some shards: begins, ends and the shard row each belongs to."""
+    parts = [_shard_runs(layout, int(row)) for row in rows]
+    owner = np.repeat(np.asarray(rows, dtype=np.int64), [len(part[0]) for part in parts])
+    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), owner
+
+
+def _shard_runs(layout: Layout, row: int) -> tuple[IntArray, IntArray]:
+    return strided_runs(int(layout.offset[row]), layout.extent[row], layout.stride[row], int(layout.itemsize[row]))
+
+
+def strided_runs(offset: int, extent: IntArray, stride: IntArray, itemsize: int) -> tuple[IntArray, IntArray]:
+    """Begins and ends of the contiguous byte runs of one strided box, unsorted."""
+    order = np.argsort(np.abs(stride), kind="stable")
+    length = itemsize
+    outer: list[int] = []
+    begin = np.asarray([offset], dtype=np.int64)
+    for dim in order:
+        count, step = int(extent[dim]), int(stride[dim])
+        if count == 1:
+            continue
+        if not outer and abs(step) == length:
+            begin = begin + min(step, 0) * (count - 1)
+            length *= count
+            continue
+        outer.append(int(dim))
+    for dim in outer:
+        begin = (begin[:, None] + np.arange(int(extent[dim]), dtype=np.int64) * int(stride[dim])).ravel()
+    return begin, begin + length
+
+
+def memory_gaps(layout: Layout) -> list[Gap]:
+    """Bytes of the layout's buffers that neither a shard nor a constant covers, in order."""
+    begins: dict[int, list[IntArray]] = {}
+    ends: dict[int, list[IntArray]] = {}
+    for row in range(len(layout)):
+        _append(begins, ends, int(layout.buffer[row]), _shard_runs(layout, row))
+    for constant in layout.constants:
+        piece = strided_runs(
+            constant.offset,
+            np.asarray(constant.extent, dtype=np.int64),
+            np.asarray(constant.stride, dtype=np.int64),
+            ITEMSIZE[dtype_code(constant.dtype)],
+        )
+        _append(begins, ends, constant.buffer, piece)
+    gaps = []
+    for index, buffer in enumerate(layout.buffers):
+        begin = np.concatenate(begins.get(index, [np.empty(0, dtype=np.int64)]))
+        end = np.concatenate(ends.get(index, [np.empty(0, dtype=np.int64)]))
+        gaps += [Gap(index, start, stop) for start, stop in _holes(begin, end, buffer.nbytes)]
+    return gaps
+
+
+def _append(
+    begins: dict[int, list[IntArray]], ends: dict[int, list[IntArray]], buffer: int, piece: tuple[IntArray, IntArray]
+) -> None:
+    begins.setdefault(buffer, []).append(piece[0])
+    ends.setdefault(buffer, []).append(piece[1])
+
+
+def _holes(begin: IntArray, end: IntArray, nbytes: int) -> Iterator[tuple[int, int]]:
+    order = np.argsort(begin, kind="stable")
+    begin = np.append(begin[order], nbytes)
+    reached = np.concatenate([[0], np.maximum.accumulate(end[order])]) if len(order) else np.asarray([0])
+    for k in np.flatnonzero(begin > reached):
+        yield int(reached[k]), int(begin[k])

@@ -1,0 +1,260 @@
+"""``Layout``: everything one rank holds, as columns.
+
+A *shard* is an axis-aligned box of one canonical tensor, and where its elements
+lie in the rank's memory::
+
+    address of element (i0, i1, ...) of the box =
+        buffer address + offset + i0 * stride[0] + i1 * stride[1] + ...
+
+All offsets and strides are in bytes; boxes are in elements, half-open. A layout
+holds no addresses: two ranks that arrange the same pieces the same way have
+equal layouts, with one hash. A *constant* is memory that a loader fills with
+one value (padding); it is no part of any canonical tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from awex_core.errors import LayoutError
+from awex_core.layout.dtypes import DTYPES, ITEMSIZE, dtype_code
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CanonicalTensor:
+    """A tensor as the Hugging Face checkpoint names and shapes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, in the canonical dtype."""
+        return self.numel * ITEMSIZE[dtype_code(self.dtype)]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One piece of a rank's memory: a whole allocation, named for error messages."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One shard, as a record; ``Layout`` keeps them as columns."""
+
+    tensor: CanonicalTensor
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    buffer: int
+    offset: int
+    stride: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Memory a loader fills with one value: ``value`` holds the bytes of one element, little-endian."""
+
+    extent: tuple[int, ...]
+    buffer: int
+    offset: int
+    stride: tuple[int, ...]
+    dtype: str
+    value: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """All shards of one rank, sorted by tensor name, box and place. Use ``build_layout``.
+
+    ``tensors`` is sorted by name. For N shards of tensors with at most D
+    dimensions: ``tensor``, ``buffer``, ``dtype`` and ``offset`` have shape
+    ``[N]``; ``start``, ``extent`` and ``stride`` have shape ``[N, D]``, padded
+    with start 0, extent 1, stride 0 *behind* the tensor's own dimensions.
+    """
+
+    tensors: tuple[CanonicalTensor, ...]
+    buffers: tuple[Buffer, ...]
+    tensor: IntArray
+    buffer: IntArray
+    dtype: IntArray
+    offset: IntArray
+    start: IntArray
+    extent: IntArray
+    stride: IntArray
+    constants: tuple[Constant, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    @property
+    def ndim(self) -> int:
+        """D, the number of dimension columns."""
+        return int(self.start.shape[1])
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Hex digest of the layout's serialised form."""
+        from awex_core.layout.wire import encode_layout
+
+        return content_hash(encode_layout(self))
+
+    @functools.cached_property
+    def itemsize(self) -> IntArray:
+        """Bytes per element of each shard, shape ``[N]``."""
+        return np.asarray(ITEMSIZE, dtype=np.int64)[self.dtype]
+
+    @functools.cached_property
+    def volume(self) -> IntArray:
+        """Elements of each shard, shape ``[N]``."""
+        return self.extent.prod(axis=1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes all shards occupy."""
+        return int((self.volume * self.itemsize).sum())
+
+    def shard(self, row: int) -> Shard:
+        """Row ``row`` as a record."""
+        spec = self.tensors[int(self.tensor[row])]
+        ndim = len(spec.shape)
+        return Shard(
+            tensor=spec,
+            start=tuple(self.start[row, :ndim].tolist()),
+            extent=tuple(self.extent[row, :ndim].tolist()),
+            buffer=int(self.buffer[row]),
+            offset=int(self.offset[row]),
+            stride=tuple(self.stride[row, :ndim].tolist()),
+            dtype=DTYPES[int(self.dtype[row])],
+        )
+
+    def shards(self) -> Iterator[Shard]:
+        """All rows as records, in order."""
+        return (self.shard(row) for row in range(len(self)))
+
+
+def content_hash(data: bytes) -> str:
+    """The name of a blob: blake2b of its bytes, 128 bits, in hex."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def build_layout(shards: Sequence[Shard], buffers: Sequence[Buffer], constants: Sequence[Constant] = ()) -> Layout:
+    """Sort shards into columns and check each against its tensor and its buffer.
+
+    Raises:
+        LayoutError: a box lies outside its tensor, memory outside its buffer, or
+            one name is used with two shapes.
+    """
+    tensors = _distinct_tensors(shards)
+    ids = {spec.name: index for index, spec in enumerate(tensors)}
+    ndim = max((len(spec.shape) for spec in tensors), default=1) or 1
+    count = len(shards)
+    scalar = np.empty((count, 4), dtype=np.int64)
+    start = np.zeros((count, ndim), dtype=np.int64)
+    extent = np.ones((count, ndim), dtype=np.int64)
+    stride = np.zeros((count, ndim), dtype=np.int64)
+    for row, shard in enumerate(shards):
+        n = len(shard.tensor.shape)
+        if not len(shard.start) == len(shard.extent) == len(shard.stride) == n:
+            raise LayoutError(
+                f"{shard.tensor.name}: a shard of a {n}-dimensional tensor has start {shard.start}, "
+                f"extent {shard.extent} and stride {shard.stride}"
+            )
+        scalar[row] = (ids[shard.tensor.name], shard.buffer, dtype_code(shard.dtype), shard.offset)
+        start[row, :n], extent[row, :n], stride[row, :n] = shard.start, shard.extent, shard.stride
+    order = np.lexsort((scalar[:, 3], scalar[:, 1], *start.T[::-1], scalar[:, 0]))
+    scalar, start, extent, stride = scalar[order], start[order], extent[order], stride[order]
+    layout = Layout(
+        tensors=tensors,
+        buffers=tuple(buffers),
+        tensor=np.ascontiguousarray(scalar[:, 0]),
+        buffer=np.ascontiguousarray(scalar[:, 1]),
+        dtype=np.ascontiguousarray(scalar[:, 2]),
+        offset=np.ascontiguousarray(scalar[:, 3]),
+        start=start,
+        extent=extent,
+        stride=stride,
+        constants=tuple(sorted(constants, key=lambda c: (c.buffer, c.offset, c.extent, c.stride))),
+    )
+    check_layout(layout)
+    return layout
+
+
+def _distinct_tensors(shards: Iterable[Shard]) -> tuple[CanonicalTensor, ...]:
+    by_name: dict[str, CanonicalTensor] = {}
+    for shard in shards:
+        known = by_name.setdefault(shard.tensor.name, shard.tensor)
+        if known.shape != shard.tensor.shape:
+            raise LayoutError(
+                f"{known.name}: one shard says its global shape is {known.shape}, another {shard.tensor.shape}"
+            )
+    return tuple(sorted(by_name.values()))
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise ``LayoutError`` unless every box fits its tensor and all memory fits its buffer."""
+    if not len(layout):
+        return
+    shape = shape_columns(layout.tensors, layout.ndim)[layout.tensor]
+    end = layout.start + layout.extent
+    outside = ((layout.start < 0) | (layout.extent < 1) | (end > shape)).any(axis=1)
+    if outside.any():
+        bad = layout.shard(int(np.flatnonzero(outside)[0]))
+        raise LayoutError(
+            f"{bad.tensor.name}: the box starting at {bad.start} with extent {bad.extent} does not fit "
+            f"the shape {bad.tensor.shape}"
+        )
+    if (layout.buffer < 0).any() or (layout.buffer >= len(layout.buffers)).any():
+        raise LayoutError(f"a shard names a buffer that does not exist (there are {len(layout.buffers)})")
+    low, high = memory_bounds(layout.offset, layout.extent, layout.stride, layout.itemsize)
+    size = np.asarray([buffer.nbytes for buffer in layout.buffers], dtype=np.int64)[layout.buffer]
+    beyond = (low < 0) | (high > size)
+    if beyond.any():
+        row = int(np.flatnonzero(beyond)[0])
+        bad = layout.shard(row)
+        buffer = layout.buffers[bad.buffer]
+        raise LayoutError(
+            f"{bad.tensor.name}: the shard at {bad.start} occupies bytes [{low[row]}, {high[row]}) of buffer "
+            f"{buffer.name!r}, which has {buffer.nbytes}"
+        )
+
+
+def shape_columns(tensors: Sequence[CanonicalTensor], ndim: int) -> IntArray:
+    """Global shapes as ``[T, ndim]``, padded with 1."""
+    shape = np.ones((len(tensors), ndim), dtype=np.int64)
+    for row, spec in enumerate(tensors):
+        shape[row, : len(spec.shape)] = spec.shape
+    return shape
+
+
+def memory_bounds(
+    offset: IntArray, extent: IntArray, stride: IntArray, itemsize: IntArray
+) -> tuple[IntArray, IntArray]:
+    """First byte and one past the last byte that each strided box touches; all ``[N]``."""
+    reach = (extent - 1) * stride
+    low = offset + np.minimum(reach, 0).sum(axis=1)
+    high = offset + np.maximum(reach, 0).sum(axis=1) + itemsize
+    return low, high

@@ -1,0 +1,117 @@
+"""Layouts of tensors that live in this process, and the memory they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from awex_core.errors import LayoutError
+from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The live memory behind a layout's buffers, in the same order.
+
+    Each entry is a flat ``uint8`` tensor over one whole allocation: it keeps
+    the memory alive and knows its device and address.
+    """
+
+    buffers: tuple[torch.Tensor, ...]
+
+    @property
+    def addresses(self) -> list[int]:
+        """Address of the first byte of each buffer."""
+        return [buffer.data_ptr() for buffer in self.buffers]
+
+    def view(
+        self, buffer: int, offset: int, extent: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Elements of a buffer as a tensor of shape ``extent``; ``offset`` and ``stride`` in bytes.
+
+        Raises:
+            LayoutError: the address or a stride is not a multiple of the element size.
+        """
+        size = dtype.itemsize
+        base = self.buffers[buffer]
+        storage_offset = base.storage_offset() + offset
+        if storage_offset % size or any(s % size for s in stride):
+            raise LayoutError(
+                f"bytes at offset {storage_offset} with strides {tuple(stride)} are not aligned to {dtype}"
+            )
+        out = torch.empty(0, dtype=dtype, device=base.device)
+        return out.set_(base.untyped_storage(), storage_offset // size, tuple(extent), tuple(s // size for s in stride))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole allocation a tensor lives in, as a flat ``uint8`` tensor over the same memory."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def check_memory(layout: Layout, memory: Memory) -> None:
+    """Raise ``LayoutError`` unless ``memory`` has the buffers that ``layout`` describes."""
+    have = [buffer.numel() for buffer in memory.buffers]
+    want = [buffer.nbytes for buffer in layout.buffers]
+    if have != want:
+        raise LayoutError(f"the layout describes buffers of {want[:10]} bytes, the memory has {have[:10]}")
+
+
+class ShardCollector:
+    """Gathers shards of live tensors into a layout. Views of one storage share one buffer."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, int] = {}
+        self._buffers: list[Buffer] = []
+        self._memory: list[torch.Tensor] = []
+        self._shards: list[Shard] = []
+        self._constants: list[Constant] = []
+
+    def add(
+        self,
+        name: str,
+        shape: Sequence[int],
+        start: Sequence[int],
+        view: torch.Tensor,
+        dtype: str | None = None,
+    ) -> None:
+        """One shard: the box ``[start, start + view.shape)`` of canonical tensor ``name``.
+
+        Args:
+            name: the tensor's Hugging Face name.
+            shape: its global shape.
+            start: first element of the box, one index per dimension.
+            view: the elements where they live, with any strides; aliases, never copies.
+            dtype: the canonical dtype, when it is not the one the elements are stored in.
+        """
+        stored = str(view.dtype).removeprefix("torch.")
+        tensor = CanonicalTensor(name, tuple(shape), dtype or stored)
+        self._shards.append(
+            Shard(
+                tensor=tensor,
+                start=tuple(start),
+                extent=tuple(view.shape),
+                buffer=self.buffer_of(view, name),
+                offset=view.storage_offset() * view.itemsize,
+                stride=tuple(s * view.itemsize for s in view.stride()),
+                dtype=stored,
+            )
+        )
+
+    def buffer_of(self, view: torch.Tensor, name: str) -> int:
+        """Index of the buffer that ``view`` lives in, registered under ``name`` at first sight."""
+        storage = view.untyped_storage()
+        key = storage._cdata
+        index = self._storages.get(key)
+        if index is None:
+            index = self._storages[key] = len(self._buffers)
+            self._buffers.append(Buffer(name, storage.nbytes()))
+            self._memory.append(flat_bytes(view))
+        return index
+
+    def build(self) -> tuple[Layout, Memory]:
+        """The layout and its memory; raises ``LayoutError`` as ``build_layout`` does."""
+        layout = build_layout(self._shards, self._buffers, self._constants)
+        return layout, Memory(tuple(self._memory))

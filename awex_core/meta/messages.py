@@ -1,0 +1,268 @@
+"""What travels between the meta server and its clients: msgpack of these types and nothing else.
+
+Writers, workers and controllers *join* a job and keep a lease alive. Everyone
+reads one ``JobView``, by long poll on its ``revision``. Large values (layouts,
+endpoints) are blobs named by the hash of their bytes, so equal layouts travel
+and are kept once. Small values that only two sides care about (the address of
+a store to meet at) go through ``put`` and ``get``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from awex_core.version import INITIAL, Version
+
+EngineState = Literal["ready", "updating", "torn", "refused"]
+SyncState = Literal["gathering", "open", "done"]
+EngineOutcome = Literal["pending", "updating", "committed", "failed"]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Process(_Message, frozen=True):
+    """Where a member runs, as far as its peers need to know.
+
+    ``host`` is equal for two processes exactly when they can reach each other's
+    memory; ``incarnation`` is drawn anew at each start, so that a restart is
+    not taken for the process it replaces.
+    """
+
+    incarnation: str
+    host: str
+    pid: int
+    device: str = "cpu"
+    address: str = "127.0.0.1"
+    """The IP address other members reach this process at."""
+
+
+class WriterInfo(_Message, frozen=True):
+    """One trainer rank: what it holds (``layout``) and how to read it (``endpoint``), as blob hashes.
+
+    All ranks of one trainer run share ``run``, drawn by rank 0.
+    """
+
+    rank: int
+    world: int
+    run: str
+    process: Process
+    layout: str
+    endpoint: str
+    manifest: str
+    """Blob hash of the list of canonical tensors of the whole model."""
+
+
+class WorkerInfo(_Message, frozen=True):
+    """One worker of one engine. ``layout`` and ``endpoint`` are empty until it has traced its model.
+
+    ``controlled`` says that a controller pauses, commits and resumes this
+    engine; without one (vLLM's offline ``LLM``), the engine has committed when
+    all its workers have.
+    """
+
+    engine: str
+    rank: int
+    world: int
+    process: Process
+    controlled: bool
+    layout: str = ""
+    endpoint: str = ""
+
+
+class EngineView(_Message, frozen=True):
+    """One engine, as the others see it.
+
+    ``generation`` rises when anything about its peers' connections must be redone.
+    """
+
+    engine: str
+    state: EngineState
+    version: Version
+    reason: str
+    generation: int
+    live: bool
+    controller: str
+    """Incarnation of the elected controller; empty when there is none."""
+    workers: list[WorkerInfo]
+
+
+class EngineSync(_Message, frozen=True):
+    """What became of one version in one engine."""
+
+    outcome: EngineOutcome
+    generation: int
+    reason: str = ""
+    figures: dict[str, float] = {}
+
+
+class SyncView(_Message, frozen=True):
+    """One version on its way.
+
+    ``engines`` is fixed when the last writer rank arrives. ``digests`` maps a
+    destination layout's hash to each writer rank's partial digest of it.
+    """
+
+    version: Version
+    state: SyncState
+    arrived: list[int]
+    engines: dict[str, EngineSync]
+    digests: dict[str, dict[int, bytes]]
+    verify: str
+    remaining_s: float
+    reason: str = ""
+
+
+class JobView(_Message, frozen=True):
+    """Everything a member may need to decide its next step."""
+
+    revision: int
+    epoch: int
+    writers: list[WriterInfo]
+    engines: dict[str, EngineView]
+    sync: SyncView | None
+
+
+# Requests. Each is the body of the POST of the same name (``JoinWriter`` -> ``join_writer``).
+
+
+class JoinWriter(_Message, frozen=True):
+    info: WriterInfo
+
+
+class JoinWorker(_Message, frozen=True):
+    info: WorkerInfo
+
+
+class JoinController(_Message, frozen=True):
+    """A controller stands for election; ``version`` is what the engine serves, ``reason`` why it does not."""
+
+    engine: str
+    process: Process
+    state: EngineState = "ready"
+    version: Version = INITIAL
+    reason: str = ""
+
+
+class JoinReply(_Message, frozen=True):
+    """``epoch`` is 0 for a writer until all ranks of its run have joined; ``elected`` is for controllers."""
+
+    lease_s: float
+    epoch: int = 0
+    elected: bool = True
+
+
+class Heartbeat(_Message, frozen=True):
+    """Keeps the leases of ``incarnations`` (one process may hold several)."""
+
+    incarnations: list[str]
+
+
+class HeartbeatReply(_Message, frozen=True):
+    """``unknown`` lists the incarnations that must join again."""
+
+    unknown: list[str]
+
+
+class Leave(_Message, frozen=True):
+    incarnation: str
+
+
+class Watch(_Message, frozen=True):
+    """Answered when ``revision`` has passed ``since``, or after ``wait_s``."""
+
+    since: int
+    wait_s: float
+
+
+class Announce(_Message, frozen=True):
+    """A writer rank has reached ``number``. The version opens when every rank has."""
+
+    incarnation: str
+    number: int
+    timeout_s: float
+    verify: str
+
+
+class PublishDigest(_Message, frozen=True):
+    """A writer rank's partial digests, by destination layout hash."""
+
+    incarnation: str
+    version: Version
+    digests: dict[str, bytes]
+
+
+class ReportWorker(_Message, frozen=True):
+    """A worker has received ``version`` (or not). Commits an engine without a controller when all have."""
+
+    incarnation: str
+    version: Version
+    failed: bool = False
+    reason: str = ""
+    figures: dict[str, float] = {}
+
+
+class ReportEngine(_Message, frozen=True):
+    """A controller's word on its engine's progress with ``version``. Idempotent."""
+
+    incarnation: str
+    version: Version
+    outcome: EngineOutcome
+    reason: str = ""
+    figures: dict[str, float] = {}
+
+
+class ReportSender(_Message, frozen=True):
+    """A writer rank could not serve ``engine``."""
+
+    incarnation: str
+    version: Version
+    engine: str
+    reason: str
+
+
+class ReportReply(_Message, frozen=True):
+    """``accepted`` is false when the outcome was already recorded otherwise; ``reason`` says how."""
+
+    accepted: bool
+    reason: str = ""
+
+
+class SetEngineState(_Message, frozen=True):
+    """A controller's word on its engine outside a sync (torn, refused, ready again)."""
+
+    incarnation: str
+    state: EngineState
+    version: Version
+    reason: str = ""
+
+
+class Put(_Message, frozen=True):
+    """A small value under a job-scoped key; dropped ``ttl_s`` after it was written."""
+
+    key: str
+    value: bytes
+    ttl_s: float
+
+
+class Get(_Message, frozen=True):
+    key: str
+    wait_s: float
+
+
+class GetReply(_Message, frozen=True):
+    value: bytes | None
+
+
+class Ok(_Message, frozen=True):
+    pass
+
+
+class ErrorReply(_Message, frozen=True):
+    """The body of every answer that is not a success. ``code`` picks the exception the client raises."""
+
+    code: Literal["unauthorized", "fenced", "invalid", "unknown", "too_large"]
+    message: str

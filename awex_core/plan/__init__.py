@@ -1,0 +1,23 @@
+"""WHO sends WHICH bytes to whom. Pure functions of layouts: no torch, no clock, no network.
+
+    index_sources   all writer ranks' layouts -> disjoint cells and who holds each
+    plan_copies     cells x one destination's shards -> copies, proved complete
+    lower_copies    copies -> strided descriptors per source, adjacent ones merged
+
+Each rank computes only its own part; ``fingerprint`` lets both ends of a pair
+check that they computed the same.
+"""
+
+from awex_core.plan.cells import SourceIndex, index_sources
+from awex_core.plan.copies import CopyTable, plan_copies, unused_tensors
+from awex_core.plan.program import CopyProgram, lower_copies
+
+__all__ = [
+    "CopyProgram",
+    "CopyTable",
+    "SourceIndex",
+    "index_sources",
+    "lower_copies",
+    "plan_copies",
+    "unused_tensors",
+]

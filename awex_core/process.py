@@ -1,0 +1,49 @@
+"""Who this process is, for its peers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from pathlib import Path
+
+from awex_core.errors import ConfigError
+from awex_core.meta.messages import Process
+
+
+def this_process(meta_server: str, device: str = "cpu") -> Process:
+    """Describe this process, with a fresh incarnation.
+
+    Args:
+        meta_server: HOST:PORT; the address we use towards it is the one our peers can use towards us.
+        device: the device our weights live on, unique on this host (``cpu``, or a GPU's UUID).
+    """
+    return Process(
+        incarnation=secrets.token_hex(8),
+        host=host_identity(),
+        pid=os.getpid(),
+        device=device,
+        address=local_address(meta_server),
+    )
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly when they share a kernel and a PID namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return socket.gethostname()
+    return f"{boot}/{namespace}"
+
+
+def local_address(meta_server: str) -> str:
+    """The local IP address that packets to the meta server leave from."""
+    host, _, port = meta_server.rpartition(":")
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(where)  # no packet is sent: this only asks the routing table
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"meta server address {meta_server!r} cannot be resolved: {error}") from error

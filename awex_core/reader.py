@@ -1,0 +1,388 @@
+"""``WeightReader``: one engine worker's end of every sync."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import torch
+
+from awex_core.commit.digest import (
+    Lanes,
+    differing_tensors,
+    digest_program,
+    sum_lanes,
+    unpack_lanes,
+    verified_tensors,
+)
+from awex_core.commit.modes import VerifyMode
+from awex_core.config import SyncConfig
+from awex_core.engine import TracedModel, WorkerModel
+from awex_core.errors import AwexError, MetaServerError, TransferError, VerifyError, list_faults
+from awex_core.layout.live import Memory
+from awex_core.layout.wire import decode_manifest, encode_layout
+from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.meta.messages import EngineView, JobView, SyncView, WorkerInfo
+from awex_core.plan import index_sources
+from awex_core.process import this_process
+from awex_core.session import LayoutCache, ReaderSession, SessionKey
+from awex_core.transfer.base import Deadline, Progress
+from awex_core.version import INITIAL, Version
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Attempt:
+    """One version on its way into this worker."""
+
+    version: Version
+    deadline: Deadline
+    progress: Progress = field(default_factory=Progress)
+    figures: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+
+class WeightReader:
+    """One worker of one engine: traces, pulls its own pieces, verifies them, reports."""
+
+    def __init__(
+        self,
+        model: WorkerModel,
+        *,
+        engine: str,
+        rank: int,
+        world: int,
+        controlled: bool,
+        config: SyncConfig,
+        device: str = "cpu",
+    ) -> None:
+        """Join the job.
+
+        Args:
+            model: this worker's model.
+            engine: the engine's name, the same on all its workers.
+            rank: this worker among all of the engine's, over all its parallel dimensions.
+            world: workers in all.
+            controlled: whether a controller pauses and resumes the engine.
+            config: the settings.
+            device: where the weights live, unique on this host.
+
+        Raises:
+            MetaServerError: the meta server cannot be reached or refuses this worker.
+        """
+        self.model, self.engine, self.config, self.controlled = model, engine, config, controlled
+        self.version = INITIAL
+        self._client = MetaClient(config.meta_server, config.job, config.token, timeout_s=config.connect_timeout_s)
+        process = this_process(config.meta_server, device)
+        self._info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)
+        reply = self._client.join_worker(self._info)
+        self._leases = LeaseKeeper(self._client, reply.lease_s, self._rejoin)
+        self._leases.add(process.incarnation)
+        self._layouts = LayoutCache(self._client)
+        self._traced: tuple[str, TracedModel] | None = None
+        self._session: ReaderSession | None = None
+        self._attempt: _Attempt | None = None
+        self._memory: Memory | None = None
+
+    @property
+    def traced(self) -> TracedModel | None:
+        """The traced model, once the trainer is known."""
+        return self._traced[1] if self._traced else None
+
+    def _rejoin(self, _: str) -> object:
+        if self._traced:
+            self._client.put_blob(encode_layout(self._traced[1].layout))
+        return self._client.join_worker(self._info)
+
+    # Preparing: needs the trainer, not a version. Requests keep running.
+
+    def prepare(self) -> bool:
+        """Trace for the trainer that has joined; False while there is none.
+
+        Raises:
+            PlanError: the trainer's model cannot be received; names every piece and reason.
+        """
+        view = self._client.watch()
+        if not view.writers or not view.epoch:
+            return False
+        self._trace(view)
+        return True
+
+    def _trace(self, view: JobView) -> TracedModel:
+        name = view.writers[0].manifest
+        if self._traced and self._traced[0] == name:
+            return self._traced[1]
+        manifest = decode_manifest(self._client.get_blob(name))
+        begun = time.perf_counter()
+        traced = self.model.trace(manifest)
+        self._log_trace(traced, time.perf_counter() - begun)
+        layout = self._client.put_blob(encode_layout(traced.layout))
+        self._traced = (name, traced)
+        self._info = msgspec.structs.replace(self._info, layout=layout)
+        self._client.join_worker(self._info)
+        return traced
+
+    def _log_trace(self, traced: TracedModel, seconds: float) -> None:
+        total = max(traced.layout.nbytes, 1)
+        logger.info(
+            "awex: worker %d traced %d tensors, %d pieces, %d bytes in %.2f s; loader path %.1f %% of the bytes",
+            self._info.rank,
+            len(traced.layout.tensors),
+            len(traced.layout),
+            total,
+            seconds,
+            100 * traced.loader_path_nbytes / total,
+        )
+        if traced.loader_path:
+            reasons = [f"{module.name} ({module.nbytes} bytes): {module.reason}" for module in traced.loader_path]
+            logger.info("%s", list_faults("awex: received aside and finished by the engine:", reasons))
+
+    # One version. A failure is raised without a controller; with one it is reported
+    # to the meta server, which tells the controller, and the engine's call returns.
+
+    def connect(self, version: Version | None = None) -> None:
+        """Plan and connect for a version (the newest announced one when none is named). Requests keep running.
+
+        Raises:
+            AwexError: (only without a controller) what went wrong, naming the peer.
+        """
+        self._attempt = None
+        deadline = Deadline.after(self.config.sync_timeout_s)
+        try:
+            view = self._wait_for_sync(version, deadline)
+            sync = _sync_of(view)
+            self._attempt = attempt = _Attempt(sync.version, Deadline.after(sync.remaining_s))
+            session = self._ensure_session(sync, self._trace(view), attempt.deadline)
+            attempt.figures["plan_s"] = session.plan_s
+        except Exception as error:
+            self._fail(version, error)
+            if not self.controlled:
+                raise
+
+    def receive(self) -> None:
+        """After ``connect``: pull and verify. Nothing may compute with the weights meanwhile.
+
+        Raises:
+            AwexError: (only without a controller) what went wrong, naming the peer.
+        """
+        attempt = self._attempt
+        if attempt is None or attempt.failure:
+            return
+        try:
+            self._receive(attempt)
+        except Exception as error:
+            self._fail(attempt.version, error)
+            if not self.controlled:
+                raise
+
+    def _wait_for_sync(self, version: Version | None, deadline: Deadline) -> JobView:
+        def mine(view: JobView) -> JobView | None:
+            sync = view.sync
+            if sync is None or sync.state == "gathering" or self.engine not in sync.engines:
+                return None
+            if version is not None and sync.version != version:
+                if sync.version > version:
+                    raise TransferError(f"version {version} was replaced by {sync.version} before it was received")
+                return None
+            if sync.state == "done" and sync.version > self.version:
+                raise TransferError(f"version {sync.version} ended: {sync.engines[self.engine].reason}")
+            return view if sync.state == "open" and sync.version > self.version else None
+
+        what = f"version {version}" if version else f"a version newer than {self.version}"
+        return self._client.wait_for(mine, timeout_s=deadline.remaining(what), what=what)
+
+    def _receive(self, attempt: _Attempt) -> None:
+        session, traced = self._session, self.traced
+        if session is None or traced is None:
+            raise TransferError(f"version {attempt.version} was not connected; call connect first")
+        sync = _sync_of(self._client.watch())
+        if sync.version != attempt.version or sync.engines[self.engine].outcome == "failed":
+            raise TransferError(f"version {attempt.version} ended before it was received{_why(sync, self.engine)}")
+        begun = time.perf_counter()
+        self._memory = self.model.begin()
+        session.receive(self._memory, attempt.progress, attempt.deadline)
+        _write_constants(traced, self._memory)
+        received = time.perf_counter()
+        self._verify(sync, traced, session, self._memory, attempt.deadline)
+        attempt.figures |= {
+            "transfer_s": received - begun,
+            "verify_s": time.perf_counter() - received,
+            "moved_nbytes": float(attempt.progress.nbytes),
+            "staging_nbytes": float(attempt.progress.peak_staging),
+            "loader_path_nbytes": float(traced.loader_path_nbytes),
+        }
+
+    def _ensure_session(self, sync: SyncView, traced: TracedModel, deadline: Deadline) -> ReaderSession:
+        key = SessionKey(sync.version.epoch, self.engine, sync.engines[self.engine].generation)
+        if self._session is not None and self._session.key == key:
+            return self._session
+        self._close_session()
+        view, engine = self._wait_for_siblings(sync.version, deadline)
+        writers = sorted(view.writers, key=lambda writer: writer.rank)
+        sources = index_sources([self._layouts.get(writer.layout) for writer in writers])
+        device = self.model.device
+        self._session = ReaderSession(
+            key,
+            self._info,
+            engine.workers,
+            writers,
+            sources,
+            traced.layout,
+            device,
+            self._client,
+            self.config,
+            deadline,
+        )
+        return self._session
+
+    def _wait_for_siblings(self, version: Version, deadline: Deadline) -> tuple[JobView, EngineView]:
+        """All workers of this engine must have traced: whether a transfer group forms depends on all of them."""
+
+        def traced(view: JobView) -> tuple[JobView, EngineView] | None:
+            if view.sync is None or view.sync.version != version or view.sync.state == "done":
+                raise TransferError(f"version {version} ended before the engine's workers were ready")
+            engine = view.engines[self.engine]
+            return (view, engine) if all(worker.layout for worker in engine.workers) else None
+
+        what = f"the other workers of engine {self.engine} to trace their models"
+        return self._client.wait_for(traced, timeout_s=deadline.remaining(what), what=what)
+
+    def _verify(
+        self, sync: SyncView, traced: TracedModel, session: ReaderSession, memory: Memory, deadline: Deadline
+    ) -> None:
+        mode: VerifyMode = msgspec.convert(sync.verify, VerifyMode)
+        if mode == "off":
+            return
+        tensors = traced.layout.tensors
+        only = verified_tensors(tensors, mode, sync.version.number)
+
+        def found() -> Lanes:
+            programs = session.programs.values()
+            return sum_lanes(digest_program(program, tensors, memory, "dst", only=only) for program in programs)
+
+        expected, actual = self._expected_digest(sync, deadline), found()
+        if not np.array_equal(expected, actual) and session.transports == ["shm"]:
+            # One-sided, so pulling once more takes nobody's help; a bit may have flipped on the way.
+            logger.warning("awex: worker %d: the digest differs; pulling once more", self._info.rank)
+            session.receive(memory, Progress(), deadline)
+            actual = found()
+        if not np.array_equal(expected, actual):
+            suspects = differing_tensors(expected, actual, tensors)
+            summary = f"the digest of version {sync.version} differs from the trainer's, among"
+            raise VerifyError(list_faults(summary, suspects))
+
+    def _expected_digest(self, sync: SyncView, deadline: Deadline) -> Lanes:
+        def complete(view: JobView) -> Lanes | None:
+            current = view.sync
+            if current is None or current.version != sync.version or current.engines[self.engine].outcome == "failed":
+                raise TransferError(f"version {sync.version} ended before it was verified{_why(current, self.engine)}")
+            parts = current.digests.get(self._info.layout, {})
+            return sum_lanes(map(unpack_lanes, parts.values())) if len(parts) == len(view.writers) else None
+
+        what = f"the trainer's digest of version {sync.version}"
+        return self._client.wait_for(complete, timeout_s=deadline.remaining(what), what=what)
+
+    def finish(self) -> None:
+        """After ``receive``: let the engine finish its post-load steps, then report to the meta server.
+
+        After a failed ``receive`` it frees what was allocated; with a controller
+        it does so quietly, as the failure was reported already.
+
+        Raises:
+            AwexError: (only without a controller) the version was not committed.
+        """
+        attempt, self._attempt = self._attempt, None
+        if attempt is None or attempt.failure:
+            self._memory = None
+            self.model.abort()
+            return
+        begun = time.perf_counter()
+        self._memory = None
+        try:
+            self.model.finish()
+        except Exception as error:
+            self._attempt = attempt
+            self._fail(attempt.version, error)
+            self._attempt = None
+            if not self.controlled:
+                raise
+            return
+        attempt.figures["post_load_s"] = time.perf_counter() - begun
+        self._report(attempt)
+        if self.controlled:
+            self.version = attempt.version
+        else:
+            self._wait_for_outcome(attempt.version)
+
+    def _report(self, attempt: _Attempt) -> None:
+        reply = self._client.report_worker(self._info.process.incarnation, attempt.version, figures=attempt.figures)
+        if not reply.accepted and not self.controlled:
+            raise TransferError(f"version {attempt.version} was not committed: {reply.reason}")
+
+    def _wait_for_outcome(self, version: Version) -> None:
+        def decided(view: JobView) -> str | None:
+            sync = view.sync
+            if sync is None or sync.version != version:
+                return "failed"
+            outcome = sync.engines[self.engine].outcome
+            return outcome if outcome in ("committed", "failed") else None
+
+        what = f"the other workers of engine {self.engine} to finish version {version}"
+        if self._client.wait_for(decided, timeout_s=self.config.sync_timeout_s, what=what) != "committed":
+            raise TransferError(f"version {version} was not committed by every worker of engine {self.engine}")
+        self.version = version
+
+    def _fail(self, version: Version | None, error: Exception) -> None:
+        logger.error("awex: worker %d of engine %s: %s", self._info.rank, self.engine, error)
+        attempt = self._attempt or _Attempt(version or self.version, Deadline.after(0))
+        attempt.failure = f"worker {self._info.rank}: {error}"
+        self._attempt = attempt
+        self._close_session()
+        try:
+            self._client.report_worker(
+                self._info.process.incarnation,
+                attempt.version,
+                failed=True,
+                reason=attempt.failure,
+                figures={"moved_nbytes": float(attempt.progress.nbytes)},
+            )
+        except AwexError as report_error:
+            logger.error("awex: the meta server could not be told: %s", report_error)
+
+    def _close_session(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._close_session()
+        self._leases.close()
+        try:
+            self._client.leave(self._info.process.incarnation, timeout_s=2.0)
+        except AwexError as error:
+            logger.info("awex: leaving the job: %s", error)
+        self._client.close()
+
+
+def _sync_of(view: JobView) -> SyncView:
+    if view.sync is None:
+        raise MetaServerError("the meta server lost the version while it was being received; was it restarted?")
+    return view.sync
+
+
+def _why(sync: SyncView | None, engine: str) -> str:
+    return f": {sync.engines[engine].reason}" if sync and engine in sync.engines else ""
+
+
+def _write_constants(traced: TracedModel, memory: Memory) -> None:
+    """Padding that the engine's own loader fills; an engine that started on dummy weights has noise there."""
+    for constant in traced.layout.constants:
+        dtype = getattr(torch, constant.dtype)
+        view = memory.view(constant.buffer, constant.offset, constant.extent, constant.stride, dtype)
+        value = torch.frombuffer(bytearray(constant.value), dtype=dtype)
+        view.copy_(value.to(view.device).expand(view.shape))

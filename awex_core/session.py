@@ -1,0 +1,360 @@
+"""One writer rank and one engine, or one worker and all writer ranks, ready to move versions.
+
+A session is made for one epoch and one *generation* of an engine (the meta
+server raises it when anything about the members changes) and reused until then:
+
+    layouts (blobs)  ->  plan, each end its own part
+    worker:  accept (fingerprint and transport per writer rank)   -> meta server
+    writer:  compare the fingerprints, then both ends connect
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from awex_core.config import SyncConfig
+from awex_core.errors import ConfigError, PlanError
+from awex_core.layout.layout import Layout
+from awex_core.layout.live import Memory
+from awex_core.layout.wire import decode_layout
+from awex_core.meta.client import MetaClient
+from awex_core.meta.messages import WorkerInfo, WriterInfo
+from awex_core.pairing import choose_transport, distance
+from awex_core.plan import CopyProgram, CopyTable, SourceIndex, lower_copies, plan_copies, unused_tensors
+from awex_core.transfer import group, shm, shm_staged
+from awex_core.transfer.base import Deadline, Progress, Receiver, Sender
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 20.0
+
+
+class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker's word that it has planned: per writer rank, what it expects and how it will get it.
+
+    The engine's settings decide: its bucket size, and whether its members form
+    a transfer group (if one pair needs it, all join).
+    """
+
+    fingerprints: dict[int, str]
+    transports: dict[int, str]
+    group: bool
+    bucket_nbytes: int
+
+
+@dataclass(frozen=True)
+class SessionKey:
+    """Names a session, and every value its two ends leave for each other."""
+
+    epoch: int
+    engine: str
+    generation: int
+
+    def path(self, *parts: object) -> str:
+        """A key of the meta server's small values."""
+        return "/".join(map(str, (parts[0], self.epoch, self.engine, self.generation, *parts[1:])))
+
+
+class LayoutCache:
+    """Layouts by hash, fetched once."""
+
+    def __init__(self, client: MetaClient) -> None:
+        self._client = client
+        self._layouts: dict[str, Layout] = {}
+
+    def get(self, name: str) -> Layout:
+        """The layout with this hash."""
+        if name not in self._layouts:
+            self._layouts[name] = decode_layout(self._client.get_blob(name))
+        return self._layouts[name]
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Forget all but these."""
+        self._layouts = {name: self._layouts[name] for name in names if name in self._layouts}
+
+
+def wait_for_value(client: MetaClient, key: str, what: str, deadline: Deadline) -> bytes:
+    """A small value another member leaves; raises ``SyncTimeout`` naming ``what`` at the deadline."""
+    while True:
+        value = client.get(key, wait_s=min(deadline.remaining(what), _POLL_S))
+        if value is not None:
+            return value
+
+
+def plan_for_worker(
+    sources: SourceIndex, layout: Layout, worker: WorkerInfo, writers: Sequence[WriterInfo]
+) -> CopyTable:
+    """Every copy into one worker; the same on both ends."""
+    reach = [distance(writer.process, worker.process) for writer in writers]
+    return plan_copies(sources, layout, rank=worker.rank, distance=reach)
+
+
+def check_complete(sources: SourceIndex, layouts: Sequence[Layout], engine: str) -> None:
+    """Raise ``PlanError`` when the engine has no place for some of the trainer's tensors."""
+    unused = unused_tensors(sources, layouts)
+    if unused:
+        raise PlanError(
+            f"engine {engine} has no place for {len(unused)} tensor(s) of the trainer; are the two the same model?",
+            unused,
+        )
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Programs by transport and peer."""
+
+    by_transport: dict[str, dict[int, CopyProgram]]
+
+    @staticmethod
+    def of(programs: dict[int, CopyProgram], transports: dict[int, str]) -> _Pairs:
+        by_transport: dict[str, dict[int, CopyProgram]] = {}
+        for peer, program in programs.items():
+            if len(program):
+                by_transport.setdefault(transports[peer], {})[peer] = program
+        return _Pairs(by_transport)
+
+
+class WriterSession:
+    """One writer rank's end towards one engine."""
+
+    def __init__(
+        self,
+        key: SessionKey,
+        rank: int,
+        writers: Sequence[WriterInfo],
+        workers: Sequence[WorkerInfo],
+        sources: SourceIndex,
+        layouts: LayoutCache,
+        memory: Memory,
+        client: MetaClient,
+        config: SyncConfig,
+        deadline: Deadline,
+    ) -> None:
+        """Plan, compare with every worker, connect. Blocks until the workers have planned, up to the deadline.
+
+        Raises:
+            PlanError: the layouts do not fit, or a worker planned something else.
+            SyncTimeout: a worker did not answer in time; named.
+        """
+        self.key, self.rank, self.memory = key, rank, memory
+        begun = time.perf_counter()
+        destinations = [layouts.get(worker.layout) for worker in workers]
+        check_complete(sources, destinations, key.engine)
+        tables = {
+            worker.rank: plan_for_worker(sources, layout, worker, writers).from_rank(rank)
+            for worker, layout in zip(workers, destinations, strict=True)
+        }
+        programs = {peer: lower_copies(table, sources, rank) for peer, table in tables.items()}
+        self.plan_s = time.perf_counter() - begun
+        accepts = {worker.rank: self._accepted(client, worker, deadline) for worker in workers}
+        for peer, accept in accepts.items():
+            _check_transport(config, accept.transports[rank], key.engine)
+            if accept.fingerprints.get(rank, "") != tables[peer].fingerprint():
+                raise PlanError(
+                    f"writer rank {rank} and worker {peer} of engine {key.engine} planned different copies",
+                    ["install the same release of awex-plugins on both sides"],
+                )
+        pairs = _Pairs.of(programs, {peer: accept.transports[rank] for peer, accept in accepts.items()})
+        self._programs = pairs.by_transport
+        self._senders: dict[str, Sender] = {}
+        try:
+            self._connect(accepts, writers, workers, client, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _accepted(self, client: MetaClient, worker: WorkerInfo, deadline: Deadline) -> Accept:
+        what = f"worker {worker.rank} of engine {worker.engine} to plan"
+        value = wait_for_value(client, self.key.path("accept", worker.rank), what, deadline)
+        return msgspec.msgpack.decode(value, type=Accept)
+
+    def _connect(
+        self,
+        accepts: dict[int, Accept],
+        writers: Sequence[WriterInfo],
+        workers: Sequence[WorkerInfo],
+        client: MetaClient,
+        deadline: Deadline,
+    ) -> None:
+        limit = min(accept.bucket_nbytes for accept in accepts.values())
+        staged = self._programs.get(shm_staged.NAME, {})
+        if staged:
+            pids = {worker.rank: worker.process.pid for worker in workers}
+            rings = {}
+            for peer, program in staged.items():
+                ring = shm_staged.Ring.create(shm_staged.ring_slot_nbytes(program, limit), pids[peer])
+                rings[peer] = ring
+                client.put(self.key.path("ring", self.rank, peer), msgspec.msgpack.encode(ring.address))
+            self._senders[shm_staged.NAME] = shm_staged.StagedEnd(rings, writing=True)
+            _wait_until_attached(rings, deadline)
+        if any(accept.group for accept in accepts.values()):
+            address = self._meet(writers, workers, client, deadline)
+            device = self.memory.buffers[0].device if self.memory.buffers else torch.device("cpu")
+            interface = writers[self.rank].process.address
+            member = group.Group(address, self.rank, device, interface, deadline)
+            self._senders[group.NAME] = group.GroupSender(member, self.rank, limit)
+
+    def _meet(
+        self, writers: Sequence[WriterInfo], workers: Sequence[WorkerInfo], client: MetaClient, deadline: Deadline
+    ) -> group.GroupAddress:
+        path = self.key.path("group")
+        if self.rank == 0:
+            host = writers[0].process.address
+            self._store = group.host_store(host, len(writers) + len(workers), deadline)
+            client.put(path, msgspec.msgpack.encode((host, self._store.port)))
+            return group.GroupAddress(host, self._store.port, len(writers), len(workers))
+        return meeting_point(client, path, len(writers), len(workers), deadline)
+
+    def send(self, progress: Progress, deadline: Deadline) -> None:
+        """Serve one version to every worker of the engine."""
+        for name, sender in self._senders.items():
+            sender.send(self._programs.get(name, {}), self.memory, progress, deadline)
+
+    def close(self) -> None:
+        """Release every transport."""
+        for sender in self._senders.values():
+            sender.close()
+
+
+def _wait_until_attached(rings: dict[int, shm_staged.Ring], deadline: Deadline) -> None:
+    waiting = dict(rings)
+    while waiting:
+        for peer, ring in list(waiting.items()):
+            deadline.remaining(f"worker {peer} to map shared memory")
+            ring.check_peer(f"worker {peer}", Progress())
+            if ring.attached:
+                ring.close()  # both ends have it mapped: the name is no longer needed
+                del waiting[peer]
+        time.sleep(0.002)
+
+
+class ReaderSession:
+    """One worker's end towards all writer ranks."""
+
+    def __init__(
+        self,
+        key: SessionKey,
+        worker: WorkerInfo,
+        workers: Sequence[WorkerInfo],
+        writers: Sequence[WriterInfo],
+        sources: SourceIndex,
+        layout: Layout,
+        device: torch.device,
+        client: MetaClient,
+        config: SyncConfig,
+        deadline: Deadline,
+    ) -> None:
+        """Plan, tell the writers, connect.
+
+        Raises:
+            PlanError: the layouts do not fit together.
+            SyncTimeout: a writer did not offer its end in time; named.
+        """
+        self.key, self.worker, self.sources = key, worker, sources
+        begun = time.perf_counter()
+        table = plan_for_worker(sources, layout, worker, writers)
+        ranks = range(len(writers))
+        self.programs = {rank: lower_copies(table, sources, rank) for rank in ranks}
+        self.plan_s = time.perf_counter() - begun
+        self.nbytes = int(table.nbytes.sum())
+        transports, endpoints = self._transports(writers, client, config)
+        self._pairs = _Pairs.of(self.programs, transports).by_transport
+        fingerprints = {rank: table.from_rank(rank).fingerprint() for rank in ranks}
+        accept = Accept(fingerprints, transports, uses_group(writers, workers, config), config.bucket_nbytes)
+        client.put(key.path("accept", worker.rank), msgspec.msgpack.encode(accept))
+        self._receivers: dict[str, Receiver] = {}
+        try:
+            self._connect(accept, len(workers), writers, endpoints, device, client, config, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _transports(
+        self, writers: Sequence[WriterInfo], client: MetaClient, config: SyncConfig
+    ) -> tuple[dict[int, str], dict[int, shm.ShmEndpoint]]:
+        chosen: dict[int, str] = {}
+        endpoints: dict[int, shm.ShmEndpoint] = {}
+        for writer in writers:
+            name = choose_transport(writer.process, self.worker.process, config.transport)
+            if name == shm.NAME:
+                endpoint = msgspec.msgpack.decode(client.get_blob(writer.endpoint), type=shm.ShmEndpoint)
+                reason = shm.why_unreadable(endpoint)
+                if reason:
+                    logger.warning("shared memory with writer rank %d is staged: %s", writer.rank, reason)
+                    name = shm_staged.NAME
+                endpoints[writer.rank] = endpoint
+            chosen[writer.rank] = name
+        return chosen, endpoints
+
+    def _connect(
+        self,
+        accept: Accept,
+        workers: int,
+        writers: Sequence[WriterInfo],
+        endpoints: dict[int, shm.ShmEndpoint],
+        device: torch.device,
+        client: MetaClient,
+        config: SyncConfig,
+        deadline: Deadline,
+    ) -> None:
+        if shm.NAME in self._pairs:
+            self._receivers[shm.NAME] = shm.ShmReceiver(endpoints)
+        staged = self._pairs.get(shm_staged.NAME, {})
+        if staged:
+            rings = {rank: self._attach(rank, client, deadline) for rank in staged}
+            self._receivers[shm_staged.NAME] = shm_staged.StagedEnd(rings, writing=False)
+        if accept.group:
+            address = meeting_point(client, self.key.path("group"), len(writers), workers, deadline)
+            rank = len(writers) + self.worker.rank
+            member = group.Group(address, rank, device, self.worker.process.address, deadline)
+            self._receivers[group.NAME] = group.GroupReceiver(member, self.worker.rank, config.bucket_nbytes)
+
+    def _attach(self, rank: int, client: MetaClient, deadline: Deadline) -> shm_staged.Ring:
+        path = self.key.path("ring", rank, self.worker.rank)
+        value = wait_for_value(client, path, f"writer rank {rank} to offer shared memory", deadline)
+        return shm_staged.attach_ring(msgspec.msgpack.decode(value, type=shm_staged.RingAddress))
+
+    def receive(self, memory: Memory, progress: Progress, deadline: Deadline) -> None:
+        """Fill ``memory`` with one version."""
+        for name, receiver in self._receivers.items():
+            receiver.receive(self._pairs.get(name, {}), memory, progress, deadline)
+
+    @property
+    def transports(self) -> list[str]:
+        """The transports in use."""
+        return sorted(self._receivers)
+
+    def close(self) -> None:
+        """Release every transport."""
+        for receiver in self._receivers.values():
+            receiver.close()
+
+
+def uses_group(writers: Sequence[WriterInfo], workers: Sequence[WorkerInfo], config: SyncConfig) -> bool:
+    """Whether a session needs a transfer group: if it does for one pair, every member joins it."""
+    return any(
+        choose_transport(writer.process, worker.process, config.transport) == group.NAME
+        for writer in writers
+        for worker in workers
+    )
+
+
+def _check_transport(config: SyncConfig, chosen: str, engine: str) -> None:
+    if config.transport != "auto" and not chosen.startswith(config.transport):
+        raise ConfigError(
+            f"the trainer asks for transport {config.transport!r}, engine {engine} uses {chosen!r}; "
+            "set the same AWEX_TRANSPORT on both sides"
+        )
+
+
+def meeting_point(client: MetaClient, path: str, writers: int, workers: int, deadline: Deadline) -> group.GroupAddress:
+    """Where the transfer group meets, once writer rank 0 has said so."""
+    value = wait_for_value(client, path, "writer rank 0 to open the transfer group", deadline)
+    host, port = msgspec.msgpack.decode(value, type=tuple[str, int])
+    return group.GroupAddress(host, port, writers, workers)

@@ -1,0 +1,91 @@
+"""The contract of a transport.
+
+A *sender* serves one engine from one writer rank; a *receiver* fills one worker
+from all writer ranks it needs. Both are made once per session (one epoch, one
+set of members) and used for every version until something about the session
+changes:
+
+1. both ends plan; the receiver publishes a fingerprint per writer, the sender
+   compares it with its own (``session``);
+2. ``connect`` on both ends, which may block until the other arrives;
+3. ``send`` / ``receive`` once per version. Every wait ends at the deadline with
+   an error that names the peer;
+4. ``close``, from any state, at any time, more than once.
+
+A one-sided transport moves everything in ``receive``; its ``send`` returns at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from awex_core.errors import SyncTimeout
+from awex_core.layout.live import Memory
+from awex_core.plan.program import CopyProgram
+
+Programs = Mapping[int, CopyProgram]
+"""Copy programs by the peer's rank: per destination on the sender, per source on the receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point in monotonic time that no wait may cross."""
+
+    at: float
+
+    @staticmethod
+    def after(seconds: float) -> Deadline:
+        """The deadline ``seconds`` from now."""
+        return Deadline(time.monotonic() + seconds)
+
+    def remaining(self, what: str) -> float:
+        """Seconds left.
+
+        Raises:
+            SyncTimeout: none are left; ``what`` says what was being waited for.
+        """
+        left = self.at - time.monotonic()
+        if left <= 0:
+            raise SyncTimeout(f"time limit reached while waiting for {what}")
+        return left
+
+
+@dataclass
+class Progress:
+    """What a transport has moved so far; filled while it runs, so that a failure can say how far it got."""
+
+    nbytes: int = 0
+    peak_staging: int = 0
+    by_transport: dict[str, int] = field(default_factory=dict)
+
+    def moved(self, transport: str, nbytes: int) -> None:
+        """Count bytes that have arrived at (or left for) their destination."""
+        self.nbytes += nbytes
+        self.by_transport[transport] = self.by_transport.get(transport, 0) + nbytes
+
+    def staging(self, nbytes: int) -> None:
+        """Note the staging memory in use."""
+        self.peak_staging = max(self.peak_staging, nbytes)
+
+
+class Sender(Protocol):
+    """The writer's end, for one engine."""
+
+    def send(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
+        """Serve one version; see the module docstring."""
+
+    def close(self) -> None:
+        """Release everything; never raises."""
+
+
+class Receiver(Protocol):
+    """The worker's end, for all writer ranks."""
+
+    def receive(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
+        """Fill the destination with one version; see the module docstring."""
+
+    def close(self) -> None:
+        """Release everything; never raises."""

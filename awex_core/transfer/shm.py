@@ -1,0 +1,261 @@
+"""``shm``: same host, CPU. The reader takes the bytes out of the writer's memory; the writer does nothing.
+
+``process_vm_readv`` copies between two processes in one step, without a buffer
+between. It needs the right to trace the writer (same user, and a kernel that
+allows it). Where it is not to be had, the pair is staged: see ``shm_staged``.
+
+Pieces that neither cast nor transpose are read straight to their place; the
+others are read into a bounded staging buffer and copied from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from awex_core.errors import TransferError
+from awex_core.layout.dtypes import DTYPES, ITEMSIZE
+from awex_core.layout.live import Memory
+from awex_core.plan.boxes import IntArray, join
+from awex_core.plan.program import CopyProgram
+from awex_core.transfer.base import Deadline, Programs, Progress
+from awex_core.transfer.buckets import split_pieces
+from awex_core.transfer.views import descriptor_view
+
+NAME = "shm"
+
+_IOV_MAX = 1024
+_CALL_BYTES = 256 << 20
+"""Bytes per system call: far below the kernel's limit of 2 GiB, and short enough to notice a deadline."""
+
+_STAGING_BYTES = 8 << 20
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1 & (2**64 - 1))
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ShmEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a reader needs to reach a writer's memory: its process and its buffers' addresses.
+
+    ``probe`` is the address of ``secret``, by which a reader makes sure that it
+    reads the right process and may do so.
+    """
+
+    pid: int
+    addresses: list[int]
+    probe: int
+    secret: bytes
+
+
+class ShmExport:
+    """The writer's side: publishes addresses and keeps the probe alive."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._secret = os.urandom(16)
+        self._probe = ctypes.create_string_buffer(self._secret, 16)
+        # With Yama's ptrace_scope=1 only ancestors may read; this lets any process of the same user.
+        _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+        self.endpoint = ShmEndpoint(os.getpid(), memory.addresses, ctypes.addressof(self._probe), self._secret)
+
+
+def why_unreadable(endpoint: ShmEndpoint) -> str:
+    """Why this process cannot read the writer's memory; empty when it can."""
+    found = np.zeros(16, dtype=np.uint8)
+    try:
+        read_memory(endpoint.pid, [endpoint.probe], [found.ctypes.data], [16])
+    except OSError as error:
+        return f"process_vm_readv of process {endpoint.pid}: {os.strerror(error.errno or 0)}"
+    except AttributeError:
+        return "this C library has no process_vm_readv"
+    return "" if found.tobytes() == endpoint.secret else f"process {endpoint.pid} is not the writer"
+
+
+class ShmReceiver:
+    """The worker's end, for the writer ranks on its host."""
+
+    def __init__(self, endpoints: dict[int, ShmEndpoint]) -> None:
+        self._endpoints = endpoints
+        self._cached: tuple[Programs, tuple[int, ...], dict[int, _Pull]] | None = None
+        self._staging: torch.Tensor | None = None
+
+    def receive(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
+        """Pull every piece from every writer rank.
+
+        Raises:
+            TransferError: a writer's memory cannot be read (any more); names the rank.
+        """
+        for rank, pull in self._pulls(programs, memory).items():
+            try:
+                self._pull(pull, rank, memory, progress, deadline)
+            except OSError as error:
+                raise TransferError(
+                    f"reading writer rank {rank} (process {self._endpoints[rank].pid}) failed after "
+                    f"{progress.nbytes} bytes: {os.strerror(error.errno or 0)}"
+                ) from error
+
+    def _pulls(self, programs: Programs, memory: Memory) -> dict[int, _Pull]:
+        addresses = tuple(memory.addresses)
+        if not (self._cached and self._cached[0] is programs and self._cached[1] == addresses):
+            pulls = {
+                rank: _prepare(program, np.asarray(self._endpoints[rank].addresses), np.asarray(addresses))
+                for rank, program in programs.items()
+            }
+            self._cached = (programs, addresses, pulls)
+        return self._cached[2]
+
+    def _pull(self, pull: _Pull, rank: int, memory: Memory, progress: Progress, deadline: Deadline) -> None:
+        pid = self._endpoints[rank].pid
+        for begin, end in pull.direct.batches():
+            deadline.remaining(f"the memory of writer rank {rank} ({progress.nbytes} bytes done)")
+            progress.moved(NAME, pull.direct.read(pid, begin, end))
+        for k, source in enumerate(pull.staged_runs):
+            deadline.remaining(f"the memory of writer rank {rank} ({progress.nbytes} bytes done)")
+            self._pull_staged(pid, pull.staged, k, source, memory)
+            progress.moved(NAME, int(pull.staged.nbytes[k]))
+        if self._staging is not None:
+            progress.staging(self._staging.numel())
+
+    def _pull_staged(self, pid: int, program: CopyProgram, k: int, source: _Runs, memory: Memory) -> None:
+        if self._staging is None:
+            self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8)
+        runs = source.onto(self._staging.data_ptr())
+        for begin, end in runs.batches():
+            runs.read(pid, begin, end)
+        rows, cols = int(program.rows[k]), int(program.cols[k])
+        dtype = getattr(torch, DTYPES[int(program.src_dtype[k])])
+        packed = self._staging[: rows * cols * dtype.itemsize].view(dtype)
+        values = packed.view(cols, rows).t() if source.by_columns else packed.view(rows, cols)
+        descriptor_view(program, k, memory, "dst").copy_(values)
+
+    def close(self) -> None:
+        """Forget the prepared pulls; the writer's memory needs no release."""
+        self._cached = self._staging = None
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Contiguous byte runs: from ``remote`` to ``local``, ``length`` bytes each."""
+
+    remote: IntArray
+    local: IntArray
+    length: IntArray
+    by_columns: bool = False
+
+    def batches(self) -> list[tuple[int, int]]:
+        """Ranges of runs that one system call can take."""
+        ends = np.cumsum(self.length)
+        ranges, begin = [], 0
+        while begin < len(ends):
+            base = int(ends[begin - 1]) if begin else 0
+            end = int(np.searchsorted(ends, base + _CALL_BYTES, side="right"))
+            end = min(max(end, begin + 1), begin + _IOV_MAX)
+            ranges.append((begin, end))
+            begin = end
+        return ranges
+
+    def read(self, pid: int, begin: int, end: int) -> int:
+        """Read one batch; returns its bytes."""
+        return read_memory(pid, self.remote[begin:end], self.local[begin:end], self.length[begin:end])
+
+    def onto(self, base: int) -> _Runs:
+        """The same runs with ``local`` moved by ``base``."""
+        return _Runs(self.remote, self.local + base, self.length)
+
+
+@dataclass(frozen=True)
+class _Pull:
+    """One writer's pieces: those read straight into place, and those that go through staging."""
+
+    direct: _Runs
+    staged: CopyProgram
+    staged_runs: list[_Runs]
+
+
+def _prepare(program: CopyProgram, remote: npt.NDArray[np.int64], local: npt.NDArray[np.int64]) -> _Pull:
+    itemsize = np.asarray(ITEMSIZE, dtype=np.int64)[program.src_dtype]
+    plain = (
+        (program.src_dtype == program.dst_dtype)
+        & ((program.src_col_stride == itemsize) | (program.cols == 1))
+        & ((program.dst_col_stride == itemsize) | (program.cols == 1))
+    )
+    direct = program.take(plain)
+    size = itemsize[plain]
+    runs = _row_runs(
+        direct,
+        remote[direct.src_buffer] + direct.src_offset,
+        local[direct.dst_buffer] + direct.dst_offset,
+        direct.cols * size,
+    )
+    # A cast may shrink each element to a quarter (float64 to bfloat16), so limit the destination to a quarter.
+    staged = split_pieces(program.take(~plain), _STAGING_BYTES // 4)
+    return _Pull(runs, staged, [_source_runs(staged, k, remote) for k in range(len(staged))])
+
+
+def _row_runs(program: CopyProgram, remote: IntArray, local: IntArray, row_bytes: IntArray) -> _Runs:
+    """Runs of descriptors with contiguous rows; rows that touch on both sides are one run."""
+    touching = (program.src_row_stride == row_bytes) & (program.dst_row_stride == row_bytes)
+    count = np.where(touching, 1, program.rows)
+    length = np.where(touching, row_bytes * program.rows, row_bytes)
+    i, r = join(np.arange(len(count)), np.zeros(len(count), dtype=np.int64), count)
+    return _Runs(remote[i] + r * program.src_row_stride[i], local[i] + r * program.dst_row_stride[i], length[i])
+
+
+def _source_runs(program: CopyProgram, k: int, remote: npt.NDArray[np.int64]) -> _Runs:
+    """Runs that gather descriptor ``k``'s source elements into packed bytes from address 0.
+
+    The packing follows the source: by columns where those are contiguous there.
+    """
+    size = ITEMSIZE[int(program.src_dtype[k])]
+    rows, cols = int(program.rows[k]), int(program.cols[k])
+    row_stride, col_stride = int(program.src_row_stride[k]), int(program.src_col_stride[k])
+    by_columns = col_stride != size and row_stride == size
+    if by_columns:
+        rows, cols, row_stride, col_stride = cols, rows, col_stride, row_stride
+    base = int(remote[program.src_buffer[k]] + program.src_offset[k])
+    begin = base + np.arange(rows, dtype=np.int64)[:, None] * row_stride
+    if col_stride == size or cols == 1:
+        run = cols * size
+    else:
+        begin, run = begin + np.arange(cols, dtype=np.int64)[None, :] * col_stride, size
+    begin = begin.ravel()
+    return _Runs(begin, np.arange(len(begin), dtype=np.int64) * run, np.full(len(begin), run), by_columns)
+
+
+def read_memory(
+    pid: int, remote: Sequence[int] | IntArray, local: Sequence[int] | IntArray, length: Sequence[int] | IntArray
+) -> int:
+    """Read up to 1,024 runs of another process's memory; returns the bytes read.
+
+    Raises:
+        OSError: the kernel refused, the process is gone, or the memory is.
+    """
+    count = len(remote)
+    iov = np.empty((2, count, 2), dtype=np.uint64)
+    iov[0, :, 0], iov[1, :, 0] = local, remote
+    iov[:, :, 1] = length
+    want = int(np.sum(length))
+    call = _libc.process_vm_readv
+    call.restype = ctypes.c_ssize_t
+    got = call(
+        ctypes.c_int(pid),
+        ctypes.c_void_p(iov[0].ctypes.data),
+        ctypes.c_ulong(count),
+        ctypes.c_void_p(iov[1].ctypes.data),
+        ctypes.c_ulong(count),
+        ctypes.c_ulong(0),
+    )
+    if got < 0:
+        raise OSError(ctypes.get_errno(), "process_vm_readv")
+    if got != want:
+        raise OSError(errno.EFAULT, f"process_vm_readv read {got} of {want} bytes")
+    return want

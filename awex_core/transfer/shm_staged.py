@@ -1,0 +1,218 @@
+"""``shm`` where the kernel forbids reading another process: packed buckets through POSIX shared memory.
+
+One ring per (writer, worker) pair: a header of two counters and a few slots.
+The writer fills slots and raises ``written``, the worker empties them and
+raises ``read``; each counter has one writer, so no lock is needed. The segment
+is a file in ``/dev/shm``, mode 0600, unlinked as soon as both ends have mapped
+it, so nothing is left behind however either ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from awex_core.errors import TransferError
+from awex_core.layout.live import Memory
+from awex_core.plan.program import CopyProgram
+from awex_core.transfer.base import Deadline, Programs, Progress
+from awex_core.transfer.buckets import BucketViews, bucket_size, make_buckets, split_pieces
+
+NAME = "shm-staged"
+
+_SLOTS = 2
+_HEADER = 64
+_WRITTEN, _READ, _ATTACHED = 0, 1, 2
+_PAUSE_S = 0.0005
+_ALIVE_CHECK_S = 0.2
+_SHM_DIR = Path("/dev/shm")
+
+
+class RingAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a worker finds the ring of one writer."""
+
+    path: str
+    slot_nbytes: int
+    pid: int
+
+
+class Ring:
+    """One end of a ring."""
+
+    def __init__(self, path: Path, slot_nbytes: int, peer_pid: int, *, create: bool) -> None:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
+        size = _HEADER + _SLOTS * slot_nbytes
+        fd = os.open(path, flags, 0o600)
+        try:
+            if create:
+                os.posix_fallocate(fd, 0, size)  # a full /dev/shm is an error here, not a SIGBUS later
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self.path, self.slot_nbytes, self.peer_pid = path, slot_nbytes, peer_pid
+        self._counters = np.frombuffer(self._map, dtype=np.uint64, count=_HEADER // 8)
+        body = torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER, count=_SLOTS * slot_nbytes)
+        self._slots = list(body.split(slot_nbytes))
+        self._done = 0
+        self._last_check = time.monotonic()
+        if not create:
+            self._counters[_ATTACHED] = 1
+
+    @staticmethod
+    def create(slot_nbytes: int, peer_pid: int) -> Ring:
+        """A new ring under a name nobody can guess."""
+        return Ring(_SHM_DIR / f"awex-{os.getpid()}-{secrets.token_hex(8)}", slot_nbytes, peer_pid, create=True)
+
+    @property
+    def address(self) -> RingAddress:
+        """What the other end needs to attach."""
+        return RingAddress(str(self.path), self.slot_nbytes, os.getpid())
+
+    @property
+    def nbytes(self) -> int:
+        """Staging memory of this ring."""
+        return _SLOTS * self.slot_nbytes
+
+    @property
+    def attached(self) -> bool:
+        """Whether the other end has mapped the segment."""
+        return bool(self._counters[_ATTACHED])
+
+    def slot(self, *, writing: bool) -> torch.Tensor | None:
+        """The next slot to fill (or empty), or None while there is none."""
+        mine, other = int(self._counters[_WRITTEN]), int(self._counters[_READ])
+        if writing:
+            return self._slots[self._done % _SLOTS] if mine - other < _SLOTS else None
+        return self._slots[self._done % _SLOTS] if mine > self._done else None
+
+    def advance(self, *, writing: bool) -> None:
+        """Hand the slot over to the other end."""
+        self._done += 1
+        self._counters[_WRITTEN if writing else _READ] = self._done
+
+    def check_peer(self, who: str, progress: Progress) -> None:
+        """Raise ``TransferError`` if the process at the other end is gone; looks only now and then."""
+        now = time.monotonic()
+        if now - self._last_check < _ALIVE_CHECK_S:
+            return
+        self._last_check = now
+        if not Path(f"/proc/{self.peer_pid}").exists():
+            raise TransferError(f"{who} (process {self.peer_pid}) is gone after {progress.nbytes} bytes")
+
+    def close(self) -> None:
+        """Drop the mapping's name; the memory goes with the last user."""
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+
+
+def attach_ring(address: RingAddress) -> Ring:
+    """The worker's end of a ring that a writer on this host has created.
+
+    Raises:
+        TransferError: the address is not one of ours, or the segment is gone.
+    """
+    path = Path(address.path)
+    if path.parent != _SHM_DIR or not path.name.startswith("awex-"):
+        raise TransferError(f"refusing to map {address.path}: not a shared-memory segment of this product")
+    try:
+        return Ring(path, address.slot_nbytes, address.pid, create=False)
+    except (OSError, ValueError) as error:
+        raise TransferError(f"shared memory of process {address.pid} cannot be mapped: {error}") from error
+
+
+def ring_slot_nbytes(program: CopyProgram, limit: int) -> int:
+    """Slot size for one pair's program: its bucket size, whole pages."""
+    size = bucket_size(int(program.nbytes.sum()), limit)
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class _Flow:
+    """One pair's buckets, in order."""
+
+    def __init__(self, ring: Ring, program: CopyProgram, memory: Memory, side: str) -> None:
+        self.ring = ring
+        pieces = split_pieces(program, ring.slot_nbytes // 2)
+        self._buckets = make_buckets(pieces, ring.slot_nbytes)
+        self._views = [BucketViews(pieces, bucket, memory, side) for bucket in self._buckets]
+        self._next = 0
+
+    @property
+    def finished(self) -> bool:
+        return self._next == len(self._buckets)
+
+    def step(self, *, writing: bool) -> int:
+        """Move one bucket if the ring allows; returns its bytes, 0 when the ring is not ready."""
+        slot = self.ring.slot(writing=writing)
+        if slot is None:
+            return 0
+        views, bucket = self._views[self._next], self._buckets[self._next]
+        views.pack(slot) if writing else views.unpack(slot)
+        self.ring.advance(writing=writing)
+        self._next += 1
+        return bucket.nbytes
+
+    def rewind(self) -> None:
+        self._next = 0
+
+
+class StagedEnd:
+    """Either end of the rings of one writer rank or one worker; ``rings`` by the peer's rank."""
+
+    def __init__(self, rings: dict[int, Ring], *, writing: bool) -> None:
+        self._rings, self._writing = rings, writing
+        self._cached: tuple[Programs, tuple[int, ...], dict[int, _Flow]] | None = None
+
+    def send(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
+        """Fill the rings with one version."""
+        self._run(programs, memory, progress, deadline)
+
+    def receive(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
+        """Empty the rings of one version."""
+        self._run(programs, memory, progress, deadline)
+
+    def _run(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
+        flows = self._flows(programs, memory)
+        progress.staging(sum(ring.nbytes for ring in self._rings.values()))
+        for flow in flows.values():
+            flow.rewind()
+        while any(not flow.finished for flow in flows.values()):
+            if not self._round(flows, progress, deadline):
+                time.sleep(_PAUSE_S)
+
+    def _round(self, flows: dict[int, _Flow], progress: Progress, deadline: Deadline) -> bool:
+        """Give every pair one chance to move; says whether any did."""
+        moved = False
+        for peer, flow in flows.items():
+            if flow.finished:
+                continue
+            who = f"worker {peer}" if self._writing else f"writer rank {peer}"
+            deadline.remaining(f"{who} ({progress.nbytes} bytes done)")
+            nbytes = flow.step(writing=self._writing)
+            if nbytes:
+                progress.moved(NAME, nbytes)
+                moved = True
+            else:
+                flow.ring.check_peer(who, progress)
+        return moved
+
+    def _flows(self, programs: Programs, memory: Memory) -> dict[int, _Flow]:
+        addresses = tuple(memory.addresses)
+        if not (self._cached and self._cached[0] is programs and self._cached[1] == addresses):
+            side = "src" if self._writing else "dst"
+            flows = {peer: _Flow(self._rings[peer], program, memory, side) for peer, program in programs.items()}
+            self._cached = (programs, addresses, flows)
+        return self._cached[2]
+
+    def close(self) -> None:
+        """Let go of the rings."""
+        self._cached = None
+        for ring in self._rings.values():
+            ring.close()

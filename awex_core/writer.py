@@ -1,0 +1,342 @@
+"""``WeightWriter``: one trainer rank's end of every sync."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
+
+import msgspec
+import numpy as np
+
+from awex_core.commit.digest import Lanes, digest_program, pack_lanes, verified_tensors
+from awex_core.commit.modes import VerifyMode
+from awex_core.config import SyncConfig
+from awex_core.errors import AwexError, MetaServerError, SyncFailed, SyncTimeout
+from awex_core.layout.layout import CanonicalTensor, Layout
+from awex_core.layout.live import Memory, check_memory
+from awex_core.layout.wire import encode_layout, encode_manifest
+from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.meta.messages import EngineView, JobView, Process, SyncView, WriterInfo
+from awex_core.plan import CopyProgram, SourceIndex, index_sources, lower_copies, plan_copies
+from awex_core.process import this_process
+from awex_core.session import LayoutCache, SessionKey, WriterSession
+from awex_core.transfer.base import Deadline, Progress
+from awex_core.transfer.shm import ShmExport
+from awex_core.version import Version
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 15.0
+"""How much longer than the sync's own limit a writer waits for the meta server to say how it ended."""
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """How one version went; the same on every rank.
+
+    ``figures`` holds, per engine, what its controller measured: seconds end in
+    ``_s``, bytes in ``_nbytes``.
+    """
+
+    version: Version
+    committed: tuple[str, ...]
+    failed: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class WeightWriter:
+    """One trainer rank. Every rank makes one and calls ``write_weights`` with the same numbers.
+
+    Synchronous: ``write_weights`` holds the trainer until every engine has
+    committed or failed, so nobody reads a parameter that training is changing.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        memory: Memory,
+        *,
+        rank: int,
+        world: int,
+        run: str,
+        manifest: Sequence[CanonicalTensor],
+        config: SyncConfig,
+    ) -> None:
+        """Join the job.
+
+        Args:
+            layout: what this rank holds.
+            memory: where it lies; parameters must stay there.
+            rank: this trainer rank.
+            world: trainer ranks in all.
+            run: a name all ranks of this run share and no other run uses.
+            manifest: the canonical tensors of the whole model, the same on every rank.
+            config: the settings.
+
+        Raises:
+            LayoutError: ``memory`` is not what ``layout`` describes.
+            MetaServerError: the meta server cannot be reached or refuses this rank.
+        """
+        check_memory(layout, memory)
+        self.layout, self.memory, self.config = layout, memory, config
+        self.rank, self.world, self.run = rank, world, run
+        self._client = MetaClient(config.meta_server, config.job, config.token, timeout_s=config.connect_timeout_s)
+        device = _device_of(memory)
+        self._process: Process = this_process(config.meta_server, device)
+        self._export = ShmExport(memory) if device == "cpu" else None
+        self._manifest = tuple(sorted(manifest))
+        reply = self._client.join_writer(self._info())
+        self._leases = LeaseKeeper(self._client, reply.lease_s, lambda _: self._client.join_writer(self._info()))
+        self._leases.add(self._process.incarnation)
+        self._wait_for_run()
+        self._layouts = LayoutCache(self._client)
+        self._sources: tuple[int, SourceIndex] | None = None
+        self._sessions: dict[str, WriterSession] = {}
+        self._digest_programs: dict[str, CopyProgram] = {}
+        self._digest_lock = Lock()
+
+    def _info(self) -> WriterInfo:
+        # Blobs are put again at every join: a meta server that was restarted has lost them.
+        endpoint = msgspec.msgpack.encode(self._export.endpoint) if self._export else b""
+        return WriterInfo(
+            rank=self.rank,
+            world=self.world,
+            run=self.run,
+            process=self._process,
+            layout=self._client.put_blob(encode_layout(self.layout)),
+            endpoint=self._client.put_blob(endpoint),
+            manifest=self._client.put_blob(encode_manifest(self._manifest)),
+        )
+
+    def _wait_for_run(self) -> None:
+        """Wait for the other ranks: the run has an epoch once all have joined."""
+
+        def formed(view: JobView) -> bool | None:
+            self._leases.check(self._process.incarnation)
+            return True if any(w.process.incarnation == self._process.incarnation for w in view.writers) else None
+
+        what = f"all {self.world} writer ranks of run {self.run} to join"
+        self._client.wait_for(formed, timeout_s=self.config.sync_timeout_s, what=what)
+
+    def write_weights(
+        self,
+        number: int,
+        *,
+        quorum: int | None = None,
+        verify: VerifyMode | None = None,
+        timeout_s: float | None = None,
+    ) -> SyncResult:
+        """Publish the current weights as version ``number`` and hold until every engine is done with it.
+
+        Args:
+            number: must rise from call to call; the same on every rank.
+            quorum: engines that must commit; by default all that were live when the last rank called.
+            verify: overrides the configured mode for this version.
+            timeout_s: overrides the configured limit for this version.
+
+        Raises:
+            Fenced: the number is not new, or another run of the trainer has taken over.
+            SyncFailed: fewer engines than the quorum committed; ``failed`` says why each did not.
+            SyncTimeout: the outcome could not be learned within the limit; names who was waited for.
+        """
+        begun = time.monotonic()
+        limit = timeout_s if timeout_s is not None else self.config.sync_timeout_s
+        self._leases.check(self._process.incarnation)
+        self._client.announce(self._process.incarnation, number, timeout_s=limit, verify=verify or self.config.verify)
+        view = self._wait(number, lambda sync: sync.state != "gathering", limit, "the other writer ranks")
+        sync = _sync_of(view, number)
+        if sync.state == "open":
+            self._serve(view, sync)
+            what = f"engines to commit version {sync.version}"
+            view = self._wait(number, lambda sync: sync.state == "done", sync.remaining_s, what)
+        return self._result(_sync_of(view, number), quorum, time.monotonic() - begun)
+
+    def _wait(self, number: int, ready: Callable[[SyncView], bool], limit: float, what: str) -> JobView:
+        def reached(view: JobView) -> JobView | None:
+            sync = view.sync
+            if sync is None or sync.version.number != number:
+                return None
+            return view if ready(sync) else None
+
+        # The server ends every sync at its limit; only a server that is gone makes this wait longer.
+        return self._client.wait_for(reached, timeout_s=limit + _GRACE_S, what=what)
+
+    def _serve(self, view: JobView, sync: SyncView) -> None:
+        """Serve every engine of the version, side by side; failures go to the meta server, by engine."""
+        deadline = Deadline.after(sync.remaining_s)
+        sources = self._index(view)
+        for engine in set(self._sessions) - set(view.engines):
+            self._sessions.pop(engine).close()
+        digests: dict[str, Lanes] = {}
+        with ThreadPoolExecutor(max_workers=max(1, len(sync.engines)), thread_name_prefix="awex-writer") as pool:
+            for engine in sync.engines:
+                pool.submit(self._serve_engine, engine, view, sync, sources, digests, deadline)
+
+    def _serve_engine(
+        self,
+        engine: str,
+        view: JobView,
+        sync: SyncView,
+        sources: SourceIndex,
+        digests: dict[str, Lanes],
+        deadline: Deadline,
+    ) -> None:
+        progress = Progress()
+        try:
+            session = self._session(engine, view, sync, sources, deadline)
+            if session is None:
+                return
+            session.send(progress, deadline)
+            self._publish_digests(engine, sync, sources, digests)
+        except Exception as error:
+            logger.exception("writer rank %d could not serve engine %s", self.rank, engine)
+            self._drop(engine)
+            self._report(sync.version, engine, f"writer rank {self.rank}: {error}")
+
+    def _session(
+        self, engine: str, view: JobView, sync: SyncView, sources: SourceIndex, deadline: Deadline
+    ) -> WriterSession | None:
+        """The session with this engine; None when the engine gave up before it had planned."""
+        key = SessionKey(sync.version.epoch, engine, sync.engines[engine].generation)
+        known = self._sessions.get(engine)
+        if known is not None and known.key == key:
+            return known
+        self._drop(engine)
+        ready = self._wait_for_workers(engine, sync.version, deadline)
+        if ready is None:
+            return None
+        session = WriterSession(
+            key,
+            self.rank,
+            view.writers,
+            ready.workers,
+            sources,
+            self._layouts,
+            self.memory,
+            self._client,
+            self.config,
+            deadline,
+        )
+        self._sessions[engine] = session
+        return session
+
+    def _wait_for_workers(self, engine: str, version: Version, deadline: Deadline) -> EngineView | None:
+        def ready(view: JobView) -> tuple[EngineView | None] | None:
+            sync = view.sync
+            if sync is None or sync.version != version or sync.engines[engine].outcome in ("failed", "committed"):
+                return (None,)
+            found = view.engines.get(engine)
+            return (found,) if found and all(worker.layout for worker in found.workers) else None
+
+        what = f"engine {engine} to trace its model"
+        return self._client.wait_for(ready, timeout_s=deadline.remaining(what), what=what)[0]
+
+    def _index(self, view: JobView) -> SourceIndex:
+        if self._sources is None or self._sources[0] != view.epoch:
+            layouts = [self._layouts.get(writer.layout) for writer in sorted(view.writers, key=lambda w: w.rank)]
+            self._sources = (view.epoch, index_sources(layouts))
+            self._digest_programs.clear()
+        return self._sources[1]
+
+    def _publish_digests(self, engine: str, sync: SyncView, sources: SourceIndex, digests: dict[str, Lanes]) -> None:
+        if sync.verify == "off":
+            return
+        view = self._client.watch()
+        wanted = {worker.layout for worker in view.engines[engine].workers}
+        with self._digest_lock:  # engines with equal layouts share the work
+            for name in sorted(wanted - set(digests)):
+                digests[name] = self._partial_digest(name, sync, sources)
+            packed = {name: pack_lanes(digests[name]) for name in wanted}
+        self._client.publish_digest(self._process.incarnation, sync.version, packed)
+
+    def _partial_digest(self, name: str, sync: SyncView, sources: SourceIndex) -> Lanes:
+        """This rank's share of a destination layout's digest.
+
+        Who digests what does not depend on who sends what: every rank plans for
+        the layout as if no source were nearer than another.
+        """
+        layout = self._layouts.get(name)
+        program = self._digest_programs.get(name)
+        if program is None:
+            program = lower_copies(plan_copies(sources, layout), sources, self.rank)
+            self._digest_programs[name] = program
+        only = verified_tensors(layout.tensors, _mode(sync.verify), sync.version.number)
+        return digest_program(program, layout.tensors, self.memory, "src", only=np.asarray(only))
+
+    def _report(self, version: Version, engine: str, reason: str) -> None:
+        try:
+            self._client.report_sender(self._process.incarnation, version, engine, reason)
+        except MetaServerError as error:
+            logger.error("the meta server could not be told that engine %s failed: %s", engine, error)
+
+    def _drop(self, engine: str) -> None:
+        session = self._sessions.pop(engine, None)
+        if session is not None:
+            session.close()
+
+    def _result(self, sync: SyncView, quorum: int | None, seconds: float) -> SyncResult:
+        committed = tuple(sorted(name for name, engine in sync.engines.items() if engine.outcome == "committed"))
+        failed = {name: engine.reason for name, engine in sync.engines.items() if engine.outcome != "committed"}
+        for engine in failed:
+            self._drop(engine)
+        wanted = len(sync.engines) if quorum is None else quorum
+        result = SyncResult(
+            version=sync.version,
+            committed=committed,
+            failed=failed,
+            figures={name: dict(engine.figures) for name, engine in sync.engines.items()},
+            seconds=seconds,
+        )
+        if sync.reason:
+            raise SyncFailed(f"version {sync.version} failed: {sync.reason}", failed)
+        if len(committed) < wanted:
+            raise SyncFailed(f"version {sync.version}: {len(committed)} of {wanted} engine(s) committed", failed)
+        return result
+
+    def wait_for_engines(self, count: int, *, timeout_s: float) -> list[str]:
+        """Wait until ``count`` engines are live; returns their names.
+
+        Raises:
+            SyncTimeout: fewer arrived in time; names those that did.
+        """
+        seen: list[str] = []
+
+        def enough(view: JobView) -> list[str] | None:
+            seen[:] = sorted(name for name, engine in view.engines.items() if engine.live)
+            return list(seen) if len(seen) >= count else None
+
+        try:
+            return self._client.wait_for(enough, timeout_s=timeout_s, what=f"{count} engine(s) to join")
+        except SyncTimeout as error:
+            raise SyncTimeout(f"{error}; live: {', '.join(seen) or 'none'}") from error
+
+    def close(self) -> None:
+        """Leave the job. Engines keep serving the version they have."""
+        for engine in list(self._sessions):
+            self._drop(engine)
+        self._leases.close()
+        try:
+            self._client.leave(self._process.incarnation, timeout_s=5.0)
+        except AwexError as error:
+            logger.warning("leaving the job: %s", error)
+        self._client.close()
+
+
+def _sync_of(view: JobView, number: int) -> SyncView:
+    if view.sync is None or view.sync.version.number != number:
+        raise MetaServerError(f"the meta server no longer knows version {number}; was it restarted?")
+    return view.sync
+
+
+def _mode(verify: str) -> VerifyMode:
+    return msgspec.convert(verify, VerifyMode)
+
+
+def _device_of(memory: Memory) -> str:
+    devices = {str(buffer.device) for buffer in memory.buffers}
+    return devices.pop() if len(devices) == 1 else "cpu" if not devices else ",".join(sorted(devices))

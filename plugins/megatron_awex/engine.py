@@ -1,0 +1,272 @@
+"""Publishing a Megatron model's weights: by hand, by a training callback, or after every optimizer step.
+
+    sync = attach(model_chunks, optimizer, config, hf_config="Qwen/Qwen3-8B folder")
+    for version in range(1, steps + 1):
+        train()
+        sync.write_weights(version)
+
+Nothing in Megatron is patched. Every rank attaches and every rank writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from awex_core.config import SyncConfig
+from awex_core.errors import AwexError, ConfigError, LayoutError, list_faults
+from awex_core.layout import CanonicalTensor, Layout, decode_manifest, encode_manifest
+from awex_core.layout.live import Memory
+from awex_core.writer import SyncResult, WeightWriter
+from megatron_awex import commit, compat
+from megatron_awex.layout import collect_shards
+from megatron_awex.names import family_for
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """What Megatron does not know about the checkpoint its weights are published as."""
+
+    model_type: str
+    vocab_size: int
+    tied: bool
+
+    @classmethod
+    def read(cls, source: Any) -> HfModel:
+        """From a checkpoint folder, a ``config.json``, its parsed content, or a transformers config object.
+
+        Raises:
+            ConfigError: there is no such file, or a field is missing.
+        """
+        fields = _config_fields(source)
+        missing = [name for name in ("model_type", "vocab_size") if fields.get(name) is None]
+        if missing:
+            raise ConfigError(f"the Hugging Face config {source!r} has no {' and no '.join(missing)}")
+        return cls(fields["model_type"], int(fields["vocab_size"]), bool(fields.get("tie_word_embeddings", False)))
+
+
+def _config_fields(source: Any) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, (str, Path)):
+        return {name: getattr(source, name, None) for name in ("model_type", "vocab_size", "tie_word_embeddings")}
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; hf_config is a checkpoint folder or its config.json")
+    fields: dict[str, Any] = json.loads(path.read_text())
+    return fields
+
+
+class WeightSync:
+    """One rank's open connection from a training run to the engines. Made by ``attach``."""
+
+    def __init__(self, model_chunks: Sequence[torch.nn.Module], optimizer: Any, writer: WeightWriter) -> None:
+        self._chunks = list(model_chunks)
+        self._optimizer = optimizer
+        self._places = commit.Places(model_chunks)
+        self.writer = writer
+
+    def write_weights(self, version: int, **options: Any) -> SyncResult:
+        """Publish the parameters as they are now. Every rank calls it, with the same version.
+
+        ``options`` and result are those of ``WeightWriter.write_weights``; so are its errors, besides:
+
+        Raises:
+            LayoutError: parameters have moved since ``attach``.
+        """
+        self._places.check()
+        commit.settle(self._chunks, self._optimizer)
+        return self.writer.write_weights(version, **options)
+
+    def wait_for_engines(self, count: int, *, timeout_s: float) -> list[str]:
+        """Wait until ``count`` engines are live; returns their names."""
+        return self.writer.wait_for_engines(count, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Leave the job."""
+        self.writer.close()
+
+
+def attach(
+    model_chunks: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: Any = None,
+    config: SyncConfig | None = None,
+    *,
+    hf_config: Any,
+    family: str | None = None,
+) -> WeightSync:
+    """Open the connection that publishes this rank's weights. Every rank calls it, after the last wrapping.
+
+    Args:
+        model_chunks: what Megatron trains on this rank, wrapped (DDP, Float16Module) or not.
+        optimizer: Megatron's optimizer; needed for a distributed one with ``overlap_param_gather`` on Megatron 0.19.
+        config: the settings; by default those in the environment (``SyncConfig.from_env``).
+        hf_config: what ``HfModel.read`` takes: the checkpoint that the weights are published as.
+        family: name of the table of names, when it is not the checkpoint's ``model_type``.
+
+    Raises:
+        ConfigError: no table for this family, or a bad setting.
+        LayoutError: this rank's model cannot be described, or another rank had an error. All ranks raise.
+        MetaServerError: the meta server cannot be reached or refuses this rank.
+    """
+    chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+    try:
+        config = config or SyncConfig.from_env()
+        layout, memory = describe(chunks, HfModel.read(hf_config), family)
+    except AwexError as error:
+        with contextlib.suppress(LayoutError):
+            share(fault=str(error))  # the other ranks must not wait for this one
+        raise
+    rank, world = compat.rank_and_world()
+    run, manifest = share(layout.tensors)
+    writer = WeightWriter(layout, memory, rank=rank, world=world, run=run, manifest=manifest, config=config)
+    return WeightSync(chunks, optimizer, writer)
+
+
+def describe(chunks: Sequence[torch.nn.Module], model: HfModel, family: str | None = None) -> tuple[Layout, Memory]:
+    """This rank's layout and memory as shards of ``model``; raises ``ConfigError`` or ``LayoutError``."""
+    for chunk in chunks:
+        tied = bool(getattr(compat.unwrap(chunk), "share_embeddings_and_output_weights", model.tied))
+        if tied != model.tied:
+            raise ConfigError(
+                f"the model has share_embeddings_and_output_weights={tied}, the checkpoint "
+                f"tie_word_embeddings={model.tied}; they have to agree"
+            )
+    return collect_shards(chunks, family=family_for(family or model.model_type), hf_vocab_size=model.vocab_size)
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """What one rank tells the others when it attaches: its encoded manifest, or why it has none."""
+
+    run: str
+    manifest: bytes
+    fault: str
+
+
+def share(tensors: Sequence[CanonicalTensor] = (), *, fault: str = "") -> tuple[str, list[CanonicalTensor]]:
+    """Exchange what each rank holds. Collective: every rank calls it once, also one that failed.
+
+    Returns:
+        A name for this run, the same on all ranks, and the canonical tensors of the whole model.
+
+    Raises:
+        LayoutError: some rank had a fault, or two ranks disagree about a tensor.
+    """
+    mine = _Offer(uuid.uuid4().hex, encode_manifest(tuple(tensors)), fault)
+    offers = [
+        msgspec.msgpack.decode(data, type=_Offer) for data in compat.all_gather_bytes(msgspec.msgpack.encode(mine))
+    ]
+    faults = [f"rank {rank}: {offer.fault}" for rank, offer in enumerate(offers) if offer.fault]
+    if faults:
+        raise LayoutError(list_faults(f"{len(faults)} of {len(offers)} trainer ranks cannot attach", faults))
+    manifest = sorted({tensor for offer in offers for tensor in decode_manifest(offer.manifest)})
+    repeated = [str(two) for one, two in itertools.pairwise(manifest) if one.name == two.name]
+    if repeated:
+        raise LayoutError(list_faults("ranks disagree about shapes or dtypes", repeated))
+    return offers[0].run, manifest
+
+
+class WeightSyncCallback:
+    """Publishes the weights every ``interval`` training steps.
+
+    Takes part in the callbacks of Megatron-LM and Megatron-Bridge, which hand
+    over a context with ``model`` (list of chunks) and ``optimizer``; it derives
+    from neither. Versions count syncs from 1.
+    """
+
+    def __init__(
+        self, config: SyncConfig | None = None, *, hf_config: Any, interval: int = 1, family: str | None = None
+    ) -> None:
+        if interval < 1:
+            raise ConfigError(f"interval is {interval}; the number of steps between two syncs is at least 1")
+        self._config, self._hf_config, self._family = config, hf_config, family
+        self._interval = interval
+        self._steps = 0
+        self._sync: WeightSync | None = None
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> WeightSyncCallback | None:
+        """From arguments that ``extra_args_provider`` added; None if weight sync is off.
+
+        Raises:
+            ConfigError: an argument that weight sync needs was not given.
+        """
+        if args.weight_sync_backend is None:
+            return None
+        if not args.weight_sync_hf_config:
+            raise ConfigError("--weight-sync-backend awex needs --weight-sync-hf-config PATH")
+        config = SyncConfig.from_env(meta_server=args.weight_sync_meta_server, job=args.weight_sync_job)
+        return cls(config, hf_config=args.weight_sync_hf_config, interval=args.weight_sync_interval)
+
+    def on_train_start(self, context: Any) -> None:
+        """Attach, so that a model that cannot be published fails before it is trained."""
+        self._attach(context.model, context.optimizer)
+
+    def on_train_step_end(self, context: Any) -> None:
+        """Publish if it is time."""
+        self.after_step(context.model, context.optimizer)
+
+    def on_train_end(self, context: Any) -> None:
+        """Leave the job."""
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+
+    def after_step(self, model_chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
+        """Count one training step, and publish if it is time. For loops without callbacks."""
+        self._steps += 1
+        if self._steps % self._interval == 0:
+            self._attach(model_chunks, optimizer).write_weights(self._steps // self._interval)
+
+    def _attach(self, model_chunks: Any, optimizer: Any) -> WeightSync:
+        if self._sync is None:
+            self._sync = attach(model_chunks, optimizer, self._config, hf_config=self._hf_config, family=self._family)
+        return self._sync
+
+
+def wrap_optimizer_step(
+    optimizer: Any, model_chunks: Sequence[torch.nn.Module], callback: WeightSyncCallback
+) -> Callable[[], None]:
+    """For Megatron trees without callbacks: call ``callback.after_step`` after each ``optimizer.step``.
+
+    Megatron's optimizer, not torch's inside it: it copies its results to the
+    model only after the inner step. Returns a function that undoes this.
+    """
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_and_sync(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        callback.after_step(model_chunks, optimizer)
+        return result
+
+    optimizer.step = step_and_sync
+    return functools.partial(setattr, optimizer, "step", step)
+
+
+def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Megatron's hook for arguments: pass it to ``parse_args`` or ``parse_and_validate_args``."""
+    group = parser.add_argument_group("weight sync")
+    group.add_argument("--weight-sync-backend", choices=["awex"], default=None, help="publish weights to engines")
+    group.add_argument("--weight-sync-meta-server", metavar="HOST:PORT", default=None, help="the job's meta server")
+    group.add_argument("--weight-sync-interval", type=int, default=1, metavar="STEPS", help="steps between two syncs")
+    group.add_argument("--weight-sync-job", default=None, help="name of the job on the meta server")
+    group.add_argument(
+        "--weight-sync-hf-config",
+        metavar="PATH",
+        default=None,
+        help="checkpoint folder or config.json of the model in Hugging Face format: its type and true vocabulary",
+    )
+    return parser

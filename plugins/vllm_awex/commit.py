@@ -1,0 +1,172 @@
+"""One engine's end: pause, receive, resume, and what clients see of it.
+
+Attached to the API server where it builds its application, when the flag is
+set. With several API servers one controls and the others follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from awex_core.config import SyncConfig
+from awex_core.controller import EngineController
+from awex_core.version import Version
+from vllm_awex import compat
+from vllm_awex.options import EngineOptions, KvMode
+
+_CONTROL_PATHS = (
+    "/awex",
+    "/health",
+    "/metrics",
+    "/ping",
+    "/load",
+    "/version",
+    "/tokenize",
+    "/detokenize",
+    "/pause",
+    "/resume",
+    "/collective_rpc",
+)
+"""Requests that do not generate; everything else that is posted is refused while the gate is closed."""
+
+
+class VllmHost:
+    """``awex_core.engine.EngineHost`` of one vLLM engine."""
+
+    def __init__(self, engine: Any, kv: KvMode) -> None:
+        self._engine, self._kv = engine, kv
+
+    async def prepare(self) -> None:
+        """See ``EngineHost.prepare``."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"controlled": True}))
+
+    async def connect(self, version: Version) -> None:
+        """See ``EngineHost.connect``."""
+        await self._engine.start_weight_update()
+
+    async def pause(self) -> None:
+        """See ``EngineHost.pause``; with ``recompute`` running requests are preempted and their blocks dropped."""
+        mode = "abort" if self._kv == "abort" else "keep"
+        await self._engine.pause_generation(mode=mode, clear_cache=self._kv != "keep")
+
+    async def receive(self, version: Version) -> None:
+        """See ``EngineHost.receive``."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info={}))
+        await self._engine.finish_weight_update()
+
+    async def release(self) -> None:
+        """See ``EngineHost.release``."""
+        await self._engine.finish_weight_update()
+
+    async def resume(self, version: Version) -> None:
+        """See ``EngineHost.resume``; nothing was computed since the cache was dropped, so nothing stale is in it."""
+        await compat.set_weight_version(self._engine, str(version))
+        await self._engine.resume_generation()
+
+    async def fail_requests(self) -> None:
+        """See ``EngineHost.fail_requests``."""
+        await self._engine.pause_generation(mode="abort", clear_cache=True)
+
+
+class Gate:
+    """ASGI middleware: answers 503 with the reason while the engine must not generate."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass the request on, or refuse it."""
+        from starlette.responses import JSONResponse
+
+        generates = (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and not scope["path"].startswith(_CONTROL_PATHS)
+            and "weight" not in scope["path"]
+        )
+        controller = getattr(scope["app"].state, "awex_controller", None) if generates else None
+        reason = controller.why_closed() if controller is not None else ""
+        if not reason:
+            await self._app(scope, receive, send)
+            return
+        body = {"error": {"message": reason, "type": "ServiceUnavailableError", "code": 503}}
+        await JSONResponse(body, status_code=503, headers={"Retry-After": "1"})(scope, receive, send)
+
+
+def attach_to_api_server() -> None:
+    """Wrap the functions by which an API server process builds its application; nothing to do elsewhere."""
+    for module in compat.api_server_modules():
+        if getattr(module, "_awex_attached", False):
+            continue
+        module._awex_attached = True  # type: ignore[attr-defined]
+        module.build_app = _with_routes(module.build_app)  # type: ignore[attr-defined]
+        module.init_app_state = _with_controller(module.init_app_state)  # type: ignore[attr-defined]
+
+
+def _with_routes(build_app: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(build_app)
+    def wrapper(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        enabled = getattr(args, "weight_sync_backend", None) is not None
+        gate = f"{Gate.__module__}.{Gate.__qualname__}"
+        if enabled and gate not in args.middleware:
+            args.middleware = [*args.middleware, gate]  # vLLM's own way to add one
+        app = build_app(args, *rest, **kwargs)
+        if enabled:
+
+            @app.get("/awex/status")
+            async def status() -> dict[str, Any]:
+                controller: EngineController = app.state.awex_controller
+                return controller.status()
+
+        return app
+
+    return wrapper
+
+
+def _with_controller(init_app_state: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(init_app_state)
+    async def wrapper(engine_client: Any, state: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        result = await init_app_state(engine_client, state, args, *rest, **kwargs)
+        if getattr(args, "weight_sync_backend", None):
+            await start_controller(engine_client, state)
+        return result
+
+    return wrapper
+
+
+async def start_controller(engine_client: Any, state: Any) -> None:
+    """Join the job and start the control task; the server does not start without the meta server.
+
+    Raises:
+        MetaServerError: it cannot be reached within the time limit, or refuses.
+    """
+    options = EngineOptions.from_env()
+    controller = EngineController(
+        VllmHost(engine_client, options.kv),
+        engine=options.engine,
+        config=SyncConfig.from_env(),
+        require_version=options.require_version,
+    )
+    state.awex_controller = controller
+    try:
+        await controller.start()
+    except BaseException:
+        controller.close()
+        raise
+    state.awex_task = asyncio.create_task(_run(controller))
+
+
+async def _run(controller: EngineController) -> None:
+    try:
+        with suppress(asyncio.CancelledError):
+            await controller.run()
+    finally:
+        controller.close()

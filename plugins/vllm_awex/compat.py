@@ -1,0 +1,128 @@
+"""The only file that touches private vLLM names. Tested with 0.32; where 0.25.1 differs, the test is for the feature."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from awex_core.errors import PlanError
+
+Tensors = dict[str, torch.Tensor]
+
+_RELOAD = "vllm.model_executor.model_loader.reload"
+
+
+def api_server_modules() -> list[ModuleType]:
+    """Modules of the API server process that bind ``build_app`` and ``init_app_state``; none elsewhere."""
+    names = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+    modules = [sys.modules[name] for name in names if name in sys.modules]
+    return [module for module in modules if hasattr(module, "build_app") and hasattr(module, "init_app_state")]
+
+
+def own_tensors(module: torch.nn.Module) -> Tensors:
+    """A module's own parameters and buffers, without its children's."""
+    named = [*module._parameters.items(), *module._buffers.items()]
+    return {name: tensor for name, tensor in named if tensor is not None}
+
+
+@contextmanager
+def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
+    """Within: every module has the parameters it had before loading, on the meta device, with their loaders.
+
+    vLLM keeps those from load time for its own layerwise reload. Afterwards
+    every live tensor is back where it was; nothing was processed or moved.
+
+    Raises:
+        PlanError: this vLLM keeps no such record.
+    """
+    try:
+        layerwise, meta = _reload_modules()
+    except (ImportError, AttributeError) as error:
+        raise PlanError("this vLLM cannot be traced", [f"it lacks the layerwise reload record: {error}"]) from error
+    restored = []
+    try:
+        for module in model.modules():
+            info = layerwise.get_layerwise_info(module)
+            info.kernel_tensors = (
+                {name: p for name, p in module._parameters.items() if p is not None},
+                {name: b for name, b in module._buffers.items() if b is not None},
+            )
+            if hasattr(info, "kernel_non_persistent_buffers"):
+                info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+            restored.append((module, info))
+            meta.restore_layer_on_meta(module, info)
+            for tensor in own_tensors(module).values():
+                _unwrap_loader(tensor, layerwise)
+        yield
+    finally:
+        for module, info in restored:
+            layerwise._place_kernel_tensors(module, info)
+            info.reset()
+
+
+def _reload_modules() -> tuple[Any, Any]:
+    layerwise = importlib.import_module(f"{_RELOAD}.layerwise")
+    meta = importlib.import_module(f"{_RELOAD}.meta")
+    for module, names in (
+        (layerwise, ("get_layerwise_info", "_place_kernel_tensors", "_copy_and_restore_kernel_tensors")),
+        (meta, ("restore_layer_on_meta", "materialize_layer", "materialize_meta_tensor")),
+    ):
+        for name in names:
+            getattr(module, name)
+    return layerwise, meta
+
+
+def _unwrap_loader(tensor: torch.Tensor, layerwise: Any) -> None:
+    """Online quantisation wraps loaders to keep what is loaded for later; tracing needs the loader itself."""
+    if hasattr(tensor, "weight_loader"):
+        tensor.weight_loader = layerwise._get_original_loader(tensor)
+
+
+def materialize(meta_tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a checkpoint-format parameter, with its class and attributes."""
+    _, meta = _reload_modules()
+    with device:
+        tensor: torch.Tensor = meta.materialize_meta_tensor(meta_tensor)
+    return tensor
+
+
+def process_module(module: torch.nn.Module, tensors: Tensors) -> None:
+    """Give a module checkpoint-format tensors, let it process them, and keep its live storage.
+
+    What vLLM's own layerwise reload does to one module once its weights are
+    there. Tensors that the engine reads keep their addresses.
+    """
+    layerwise, meta = _reload_modules()
+    info = layerwise.get_layerwise_info(module)
+    info.kernel_tensors = (
+        {name: p for name, p in module._parameters.items() if p is not None},
+        {name: b for name, b in module._buffers.items() if b is not None},
+    )
+    if hasattr(info, "kernel_non_persistent_buffers"):
+        info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+    meta.restore_layer_on_meta(module, info)
+    for name, tensor in tensors.items():
+        setattr(module, name, tensor)
+    meta.materialize_layer(module, info)
+    if hasattr(module, "_already_called_process_weights_after_loading"):
+        del module._already_called_process_weights_after_loading
+    quant_method = getattr(module, "quant_method", None)
+    if quant_method is not None:
+        quant_method.process_weights_after_loading(module)
+    if hasattr(module, "update_param_tp_status"):
+        module.update_param_tp_status()
+    layerwise._copy_and_restore_kernel_tensors(module, info)
+    info.reset()
+
+
+async def set_weight_version(engine: Any, version: str) -> None:
+    """Show clients which version answers (0.25.1 has no such thing and shows nothing)."""
+    update = getattr(engine, "update_weight_version", None)
+    if update is not None:
+        await update(version)

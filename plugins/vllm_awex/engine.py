@@ -1,0 +1,103 @@
+"""One worker's end: vLLM's ``WeightTransferEngine`` named ``awex``.
+
+vLLM's four calls map to the reader's: ``init`` joins (and traces, once the
+trainer is known), ``start`` plans and connects, ``update`` receives and
+verifies, ``finish`` runs post-load steps and reports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from awex_core.config import SyncConfig
+from awex_core.errors import ConfigError
+from awex_core.reader import WeightReader
+from vllm_awex.layout import VllmWorkerModel
+from vllm_awex.options import EngineOptions
+
+
+@dataclass
+class AwexInitInfo(WeightTransferInitInfo):
+    """``controlled`` is set by the API server's controller; a user of ``LLM(...)`` leaves it out.
+
+    ``meta_server`` and ``job`` override the environment.
+    """
+
+    controlled: bool = False
+    meta_server: str | None = None
+    job: str | None = None
+
+
+@dataclass
+class AwexUpdateInfo(WeightTransferUpdateInfo):
+    """Nothing to say: the version was chosen when the update started."""
+
+
+class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo]):
+    """Pulls this worker's pieces of the trainer's newest version into its live parameters."""
+
+    init_info_cls = AwexInitInfo
+    update_info_cls = AwexUpdateInfo
+    supports_draft_weight_update = False
+
+    _reader: WeightReader | None = None
+
+    def init_transfer_engine(self, init_info: AwexInitInfo) -> None:
+        """Join the job, and trace the model if a trainer is there. Called again when one appears."""
+        if self._reader is None:
+            self._reader = self._join(init_info)
+        self._reader.prepare()
+
+    def _join(self, init_info: AwexInitInfo) -> WeightReader:
+        options = EngineOptions.from_env()
+        parallel: Any = self.parallel_config
+        world = options.workers or parallel.world_size * parallel.data_parallel_size
+        return WeightReader(
+            VllmWorkerModel(self.model, self.vllm_config, self.device),
+            engine=options.engine or f"vllm-{self.vllm_config.instance_id}",
+            rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            world=world,
+            controlled=init_info.controlled,
+            config=SyncConfig.from_env(meta_server=init_info.meta_server, job=init_info.job),
+            device=_device_name(self.device),
+        )
+
+    @property
+    def reader(self) -> WeightReader:
+        """The reader; raises ``ConfigError`` before ``init_transfer_engine``."""
+        if self._reader is None:
+            raise ConfigError("call init_weight_transfer_engine before updating weights")
+        return self._reader
+
+    def start_weight_update(self) -> None:
+        """Plan and connect for the newest announced version; waits for one up to the sync time limit."""
+        self.reader.connect()
+
+    def receive_weights(self, update_info: AwexUpdateInfo) -> None:
+        """Receive and verify it."""
+        self.reader.receive()
+
+    def finish_weight_update(self) -> None:
+        """Run post-load steps and report; or clean up after a failure."""
+        self.reader.finish()
+
+    def shutdown(self) -> None:
+        """Leave the job."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+def _device_name(device: Any) -> str:
+    if device.type != "cuda":
+        return str(device.type)
+    import torch
+
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"

@@ -1,0 +1,193 @@
+"""One worker's parameters, traced through vLLM's own loader, and what becomes of those it replaces.
+
+Tracing runs over the parameters as they are *before* vLLM processes them, and
+compares them with the live ones:
+
+    direct      same shape, type and strides: received straight into the live parameter
+    loader path replaced after loading (packed, quantised): received aside, then
+                processed by the module's own method into the storage the engine reads
+
+Whatever is neither, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from awex_core.engine import LoaderPathModule, TracedModel
+from awex_core.errors import PlanError
+from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
+from awex_core.layout.live import Memory, flat_bytes
+from awex_core.layout.trace import Trace, trace_loader
+from vllm_awex import compat
+
+
+@dataclass
+class _Slot:
+    """One checkpoint-format tensor of the model: where it belongs, and what it is live."""
+
+    path: str
+    module: torch.nn.Module
+    name: str
+    meta: torch.Tensor
+    live: torch.Tensor | None
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def direct(self) -> bool:
+        """Whether the live tensor is the checkpoint-format tensor itself."""
+        live, meta = self.live, self.meta
+        return (
+            live is not None
+            and live.shape == meta.shape
+            and live.dtype == meta.dtype
+            and live.stride() == meta.stride()
+            and live.untyped_storage().nbytes() >= meta.untyped_storage().nbytes()
+        )
+
+
+@dataclass
+class _Staged:
+    """A loader-path module and its checkpoint-format tensors, allocated during a sync."""
+
+    path: str
+    module: torch.nn.Module
+    metas: compat.Tensors
+    tensors: compat.Tensors = field(default_factory=dict)
+
+
+class VllmWorkerModel:
+    """``awex_core.engine.WorkerModel`` of one vLLM worker."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+        self.device = device
+        self._model, self._vllm_config = model, vllm_config
+        self._buffers: list[torch.Tensor | tuple[_Staged, str]] = []
+        self._staged: list[_Staged] = []
+
+    def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
+        """See ``WorkerModel.trace``."""
+        _refuse_unsupported(self._model)
+        live = {path: compat.own_tensors(module) for path, module in self._model.named_modules()}
+        with compat.checkpoint_format(self._model):
+            slots = [
+                _Slot(path, module, name, tensor, live[path].get(name))
+                for path, module in self._model.named_modules()
+                for name, tensor in compat.own_tensors(module).items()
+            ]
+            tracked = {slot.full_name: slot.meta for slot in slots}
+            trace = trace_loader(self._model.load_weights, manifest, tracked)
+        by_name = {slot.full_name: slot for slot in slots}
+        _check_trace(trace, by_name)
+        return self._assign(trace, by_name)
+
+    def _assign(self, trace: Trace, slots: dict[str, _Slot]) -> TracedModel:
+        """Give every traced buffer its memory: the live tensor's, or a staged one."""
+        used = {int(index) for index in trace.layout.buffer} | {c.buffer for c in trace.layout.constants}
+        loaded = {index: slots[trace.layout.buffers[index].name] for index in sorted(used)}
+        replaced = {id(slot.module) for slot in loaded.values() if not slot.direct}
+        staged: dict[int, _Staged] = {}
+        self._buffers, moves, buffers = [], {}, []
+        for index, slot in loaded.items():
+            moves[index] = (len(buffers), 0)
+            if id(slot.module) in replaced:
+                owner = staged.setdefault(id(slot.module), _Staged(slot.path, slot.module, {}))
+                owner.metas[slot.name] = slot.meta
+                buffers.append(Buffer(f"{slot.full_name} (staged)", slot.meta.untyped_storage().nbytes()))
+                self._buffers.append((owner, slot.name))
+            else:
+                storage = _live(slot).untyped_storage()
+                shift = int(_live(slot).storage_offset() - slot.meta.storage_offset()) * slot.meta.element_size()
+                moves[index] = (len(buffers), shift)
+                buffers.append(Buffer(slot.full_name, storage.nbytes()))
+                self._buffers.append(_live(slot))
+        self._staged = list(staged.values())
+        layout = _rebase(trace.layout, buffers, moves)
+        return TracedModel(layout, tuple(_describe(owner) for owner in self._staged))
+
+    def begin(self) -> Memory:
+        """See ``WorkerModel.begin``."""
+        for owner in self._staged:
+            owner.tensors = {name: compat.materialize(meta, self.device) for name, meta in owner.metas.items()}
+        tensors = [entry if isinstance(entry, torch.Tensor) else entry[0].tensors[entry[1]] for entry in self._buffers]
+        return Memory(tuple(flat_bytes(tensor) for tensor in tensors))
+
+    def finish(self) -> None:
+        """See ``WorkerModel.finish``."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._vllm_config), torch.no_grad():
+            for owner in self._staged:
+                compat.process_module(owner.module, owner.tensors)
+                owner.tensors = {}
+
+    def abort(self) -> None:
+        """See ``WorkerModel.abort``."""
+        for owner in self._staged:
+            owner.tensors = {}
+
+
+def _live(slot: _Slot) -> torch.Tensor:
+    if slot.live is None:
+        raise PlanError("a parameter has no memory", [slot.full_name])
+    return slot.live
+
+
+def _describe(owner: _Staged) -> LoaderPathModule:
+    method = type(getattr(owner.module, "quant_method", owner.module)).__name__
+    nbytes = sum(meta.numel() * meta.element_size() for meta in owner.metas.values())
+    return LoaderPathModule(owner.path, f"its weights are replaced after loading by {method}", nbytes)
+
+
+def _rebase(layout: Layout, buffers: list[Buffer], moves: dict[int, tuple[int, int]]) -> Layout:
+    """The same pieces over other buffers: ``moves`` maps a buffer to its new index and a shift in bytes."""
+
+    def moved_shard(shard: Shard) -> Shard:
+        index, shift = moves[shard.buffer]
+        return replace(shard, buffer=index, offset=shard.offset + shift)
+
+    def moved_constant(constant: Constant) -> Constant:
+        index, shift = moves[constant.buffer]
+        return replace(constant, buffer=index, offset=constant.offset + shift)
+
+    return build_layout(
+        [moved_shard(shard) for shard in layout.shards()], buffers, [moved_constant(c) for c in layout.constants]
+    )
+
+
+def _check_trace(trace: Trace, slots: dict[str, _Slot]) -> None:
+    """Refuse, by name, what tracing could not follow and parameters that would keep old values."""
+    faults = [str(untraced) for untraced in trace.untraced]
+    covered = {int(index) for index in trace.layout.buffer}
+    for gap in trace.gaps:
+        slot = slots[trace.layout.buffers[gap.buffer].name]
+        # A tensor that no checkpoint fills (rotary tables, attention scales) is none of the trainer's business.
+        if gap.buffer in covered or _is_weight(slot):
+            size = trace.layout.buffers[gap.buffer].nbytes
+            faults.append(
+                f"{slot.full_name}: the trainer's tensors leave bytes {gap.start} to {gap.end} of {size} unwritten"
+            )
+    if faults:
+        raise PlanError("this engine cannot receive the trainer's model", faults)
+
+
+def _is_weight(slot: _Slot) -> bool:
+    return isinstance(slot.meta, torch.nn.Parameter) and hasattr(slot.meta, "weight_loader")
+
+
+def _refuse_unsupported(model: torch.nn.Module) -> None:
+    faults = [
+        f"{path}: multi-head latent attention computes W_UK and W_UV from its weights, and refreshing them is not "
+        "supported yet"
+        for path, module in model.named_modules()
+        if hasattr(module, "W_UK_T") or hasattr(module, "W_UV") or hasattr(module, "W_UK")
+    ]
+    if faults:
+        raise PlanError("this engine cannot receive weights in place", faults)

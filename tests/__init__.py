@@ -1,0 +1,1 @@
+"""Tests, the demo and what they need. Nothing here is shipped."""

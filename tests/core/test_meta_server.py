@@ -1,0 +1,538 @@
+"""The meta server, its client and the ``awex`` command, over real HTTP on this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from awex_core import cli
+from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncTimeout, Unauthorized, Unreachable
+from awex_core.meta import messages as m
+from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.meta.server import MetaServer
+from awex_core.meta.store import Refused, blob_hash
+from awex_core.version import Version
+
+TOKEN = "a-test-token"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def server():
+    with MetaServer(TOKEN, lease_s=5, max_body=100_000) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with MetaClient(server.address, "job", TOKEN, timeout_s=5) as client:
+        yield client
+
+
+def process(name: str) -> m.Process:
+    return m.Process(incarnation=name, host="host-a", pid=7)
+
+
+def writer(name: str = "w", run: str = "run1", rank: int = 0, world: int = 1) -> m.WriterInfo:
+    return m.WriterInfo(rank=rank, world=world, run=run, process=process(name), layout="L", endpoint="E", manifest="M")
+
+
+def worker(name: str = "k", engine: str = "e", controlled: bool = True) -> m.WorkerInfo:
+    return m.WorkerInfo(engine=engine, rank=0, world=1, process=process(name), controlled=controlled)
+
+
+def post(server: MetaServer, request: str, body: bytes, *, job: str = "job", token: str = TOKEN) -> httpx.Response:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    url = f"http://{server.address}/v1/jobs/{job}/{request}"
+    return httpx.post(url, content=body, headers=headers, trust_env=False)
+
+
+def error_of(response: httpx.Response) -> tuple[int, str, str]:
+    reply = msgspec.msgpack.decode(response.content, type=m.ErrorReply)
+    return response.status_code, reply.code, reply.message
+
+
+def in_thread(call) -> tuple[threading.Thread, list]:
+    results: list = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def until(condition, timeout_s: float = 5) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.01)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("token", ["wrong", ""])
+def test_a_wrong_or_missing_token_is_refused(server, token):
+    status, code, message = error_of(post(server, "watch", b"", token=token))
+    assert (status, code) == (401, "unauthorized")
+    assert TOKEN not in message
+
+
+def test_the_client_raises_unauthorized(server):
+    with MetaClient(server.address, "job", "wrong") as client, pytest.raises(Unauthorized, match="wrong bearer token"):
+        client.watch()
+
+
+@pytest.mark.parametrize(
+    ("request_name", "body", "says"),
+    [
+        ("watch", b"\xc1garbage", "POST /v1/jobs/job/watch: body of 8 bytes: MessagePack data is malformed"),
+        ("watch", b"", "body of 0 bytes: Input data was truncated"),
+        ("watch", msgspec.msgpack.encode({"since": 1}), "missing required field `wait_s`"),
+        ("watch", msgspec.msgpack.encode({"since": "1", "wait_s": 1}), r"Expected `int`, got `str` - at `$.since`"),
+        ("watch", msgspec.msgpack.encode({"since": 1, "wait_s": 1, "x": 1}), "unknown field `x`"),
+        ("leave", msgspec.msgpack.encode({"incarnation": "w"}) + b"\0", "trailing characters"),
+    ],
+)
+def test_garbage_is_answered_with_the_route_and_the_reason(server, client, request_name, body, says):
+    client.join_writer(writer())
+    status, code, message = error_of(post(server, request_name, body))
+    assert (status, code) == (400, "invalid")
+    assert says in message
+
+
+def test_a_refused_first_join_leaves_no_job_behind(server, client):
+    assert post(server, "join_writer", b"\xc1").status_code == 400
+    with pytest.raises(Refused, match="nobody has joined"):
+        client.watch()
+
+
+def test_an_oversized_body_is_refused_by_its_length(server):
+    status, code, message = error_of(post(server, "join_writer", b"x" * 100_001))
+    assert (status, code) == (413, "too_large")
+    assert "body of 100001 bytes; at most 100000" in message
+
+
+def test_an_oversized_body_without_a_length_is_refused_while_it_streams(server):
+    """More is offered than would ever be read: the answer comes long before the end."""
+    host, port = server.address.split(":")
+    head = (
+        f"PUT /v1/jobs/job/blobs/{'0' * 32} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n"
+        "transfer-encoding: chunked\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(head.encode())
+        for _ in range(11):
+            connection.sendall(b"2710\r\n" + b"x" * 10_000 + b"\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_an_unknown_job_is_named(client):
+    with pytest.raises(Refused, match="unknown job 'job': nobody has joined it; check --weight-sync-job"):
+        client.watch()
+    with pytest.raises(MetaServerError, match="unknown job"):
+        client.heartbeat(["w"])
+    with pytest.raises(MetaServerError, match="unknown job"):
+        client.status()
+
+
+def test_unknown_requests_and_bad_job_names_are_refused(server):
+    assert error_of(post(server, "fly", b""))[:2] == (404, "unknown")
+    status, code, message = error_of(post(server, "watch", b"", job="a%20b"))
+    assert (status, code) == (400, "invalid")
+    assert "job name 'a b'" in message
+    assert error_of(post(server, "watch", b"", job="x" * 65))[:2] == (400, "invalid")
+
+
+def test_health_needs_no_token(server):
+    assert httpx.get(f"http://{server.address}/health", trust_env=False).json() == {"status": "ok"}
+
+
+def test_an_older_version_is_fenced(client):
+    client.join_writer(writer())
+    client.announce("w", 5, timeout_s=5, verify="off")
+    with pytest.raises(Fenced, match=r"version 1.4 is not newer than 1.5"):
+        client.announce("w", 4, timeout_s=5, verify="off")
+
+
+def test_an_address_without_a_port_is_a_config_error():
+    with pytest.raises(ConfigError, match="is not HOST:PORT"):
+        MetaClient("localhost", "job", TOKEN)
+
+
+def test_a_taken_port_is_a_config_error(server):
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        MetaServer(TOKEN, port=int(server.address.split(":")[1]))
+
+
+@pytest.mark.parametrize("settings", [{"token": ""}, {"token": "t", "lease_s": 0}])
+def test_settings_are_checked(settings):
+    with pytest.raises(ConfigError):
+        MetaServer(**settings)
+
+
+# Requests
+
+
+def test_every_request_of_one_sync(client):
+    assert client.join_controller("e", process("c"), reason="dummy weights").elected
+    client.join_worker(worker())
+    client.join_worker(worker("k2", "offline", controlled=False))
+    assert client.join_writer(writer()).epoch == 1
+    client.set_engine_state("c", "ready", Version(0, 0))
+    client.announce("w", 7, timeout_s=30, verify="full")
+    version = Version(1, 7)
+    client.publish_digest("w", version, {"L": b"8 bytes."})
+    assert client.report_engine("c", version, "updating").accepted
+    assert client.report_worker("k", version, figures={"bytes": 1}).accepted
+    assert client.report_worker("k2", version, figures={"bytes": 2}).accepted
+    assert client.report_engine("c", version, "committed").accepted
+    assert not client.report_sender("w", version, "e", "too late").accepted
+
+    view = client.watch()
+    assert view.sync is not None
+    assert (view.sync.state, view.sync.digests) == ("done", {"L": {0: b"8 bytes."}})
+    assert {name: engine.version for name, engine in view.engines.items()} == {"e": version, "offline": version}
+    assert client.heartbeat(["w", "k", "c", "nobody"]) == ["nobody"]
+    client.leave("w")
+    assert client.watch().writers == []
+
+
+def test_a_repeated_announcement_gets_the_first_answer(server, client):
+    """The reply to the first was lost, and the version is done by the time it is asked for again."""
+    client.join_writer(writer())
+    body = msgspec.msgpack.encode(m.Announce(incarnation="w", number=1, timeout_s=5, verify="off"))
+    headers = {"authorization": f"Bearer {TOKEN}", "idempotency-key": "k1"}
+    url = f"http://{server.address}/v1/jobs/job/announce"
+    for _ in range(2):
+        assert httpx.post(url, content=body, headers=headers, trust_env=False).status_code == 200
+    headers["idempotency-key"] = "k2"
+    assert httpx.post(url, content=body, headers=headers, trust_env=False).status_code == 409
+
+
+def test_values_are_waited_for(client):
+    client.join_writer(writer())
+    assert client.get("store") is None
+    thread, results = in_thread(lambda: client.get("store", wait_s=5))
+    client.put("store", b"10.0.0.1:29500")
+    thread.join(5)
+    assert results == [b"10.0.0.1:29500"]
+
+
+def test_a_layout_may_be_put_before_anyone_has_joined(client):
+    name = client.put_blob(b"layout")
+    assert name == blob_hash(b"layout")
+    assert client.put_blob(b"layout") == name
+    assert client.get_blob(name) == b"layout"
+
+
+def test_an_unknown_blob_is_named(client):
+    client.put_blob(b"x")
+    with pytest.raises(Refused, match=f"no blob {'0' * 32}") as raised:
+        client.get_blob("0" * 32)
+    assert raised.value.code == "unknown"
+
+
+def test_a_blob_that_is_not_what_its_name_says_is_refused(server):
+    url = f"http://{server.address}/v1/jobs/job/blobs/"
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    response = httpx.put(url + "0" * 32, content=b"x", headers=headers, trust_env=False)
+    assert error_of(response)[:2] == (400, "invalid")
+    assert blob_hash(b"x") in error_of(response)[2]
+    response = httpx.put(url + "NotAHash", content=b"x", headers=headers, trust_env=False)
+    assert "32 lower-case hexadecimal digits" in error_of(response)[2]
+
+
+# Waiting
+
+
+def test_a_long_poll_wakes_at_the_next_change(client):
+    client.join_writer(writer())
+    revision = client.watch().revision
+    thread, results = in_thread(lambda: client.watch(revision, 5))
+    time.sleep(0.05)
+    assert not results
+    begin = time.monotonic()
+    client.join_worker(worker())
+    thread.join(5)
+    assert time.monotonic() - begin < 1
+    assert "e" in results[0].engines
+
+
+def test_a_long_poll_ends_after_its_time(client):
+    client.join_writer(writer())
+    revision = client.watch().revision
+    assert client.watch(revision, 0.05).revision == revision
+
+
+def test_leases_lapse_while_nobody_asks():
+    with MetaServer(TOKEN, lease_s=0.1) as server, MetaClient(server.address, "job", TOKEN) as client:
+        client.join_writer(writer())
+        view = client.wait_for(lambda view: None if view.writers else view, timeout_s=5, what="the lapse")
+        assert view.epoch == 1
+
+
+def test_waiting_names_what_it_waited_for(client):
+    client.join_writer(writer())
+    with pytest.raises(SyncTimeout, match=r"waited 0\.1 s for engine e of job"):
+        client.wait_for(lambda view: view.engines.get("e"), timeout_s=0.1, what="engine e of job")
+
+
+def test_waiting_for_a_job_that_nobody_joins_says_so(client):
+    with pytest.raises(SyncTimeout, match="for writers; unknown job 'job'"):
+        client.wait_for(lambda view: view, timeout_s=0.1, what="writers")
+
+
+def test_waiting_on_a_server_that_is_away_says_so(server, client):
+    server.stop()
+    with pytest.raises(Unreachable, match=r"waited 0\.1 s for writers; meta server .* \(connection refused\)"):
+        client.wait_for(lambda view: view, timeout_s=0.1, what="writers")
+
+
+def test_silence_is_unreachable(server):
+    server.stop()
+    with (
+        MetaClient(server.address, "job", TOKEN, timeout_s=0.2) as client,
+        pytest.raises(Unreachable, match=r"did not answer within 0\.2 s \(connection refused\); check"),
+    ):
+        client.join_writer(writer())
+
+
+def test_something_else_on_the_port_is_recognised():
+    """A listener that is no meta server, with a proxy in the environment that must not be used."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 418 I am a teapot\r\ncontent-length: 2\r\n\r\nhi")
+
+        in_thread(answer)
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with (
+            MetaClient(address, "job", TOKEN, timeout_s=5) as client,
+            pytest.raises(MetaServerError, match="status 418, which is not an answer of a meta server"),
+        ):
+            client.leave("w")
+
+
+def test_stopping_does_not_wait_for_long_polls():
+    server = MetaServer(TOKEN).start()
+    with MetaClient(server.address, "job", TOKEN) as client:
+        client.join_writer(writer())
+        revision = client.watch().revision
+        thread, _ = in_thread(lambda: client.watch(revision, 20))
+        time.sleep(0.05)
+        begin = time.monotonic()
+        server.stop()
+        thread.join(5)
+        assert time.monotonic() - begin < 2
+        assert not thread.is_alive()
+
+
+# Restarts
+
+
+def test_members_join_a_restarted_server_again():
+    server = MetaServer(TOKEN, lease_s=0.3).start()
+    port = int(server.address.split(":")[1])
+    with MetaClient(server.address, "job", TOKEN, timeout_s=5) as client:
+
+        def rejoin(incarnation: str) -> None:
+            if incarnation == "c":
+                client.join_controller("e", process("c"), version=Version(4, 2))
+            else:
+                client.put_blob(b"layout")
+                client.join_writer(writer())
+
+        rejoin("w")
+        rejoin("c")
+        keeper = LeaseKeeper(client, 0.3, rejoin)
+        keeper.add("w")
+        keeper.add("c")
+        before = client.watch().revision
+        thread, results = in_thread(
+            lambda: client.wait_for(
+                lambda view: view if view.revision > before and view.writers and view.epoch > 4 else None,
+                timeout_s=10,
+                what="everyone",
+            )
+        )
+        server.stop()
+        with MetaServer(TOKEN, port=port, lease_s=0.3):
+            thread.join(10)
+            assert results[0].engines["e"].version == Version(4, 2)
+            assert client.get_blob(blob_hash(b"layout")) == b"layout"
+            keeper.close()
+
+
+def test_a_keeper_keeps_leases_and_lets_go_of_them():
+    with MetaServer(TOKEN, lease_s=0.2) as server, MetaClient(server.address, "job", TOKEN) as client:
+        client.join_writer(writer())
+        rejoined: list[str] = []
+        keeper = LeaseKeeper(client, 0.2, rejoined.append)
+        keeper.add("w")
+        time.sleep(0.5)
+        assert client.watch().writers
+        keeper.remove("w")
+        client.wait_for(lambda view: None if view.writers else view, timeout_s=5, what="the lapse")
+        keeper.close()
+        assert rejoined == []
+
+
+def test_a_keeper_gives_up_a_fenced_incarnation_only(client):
+    client.join_writer(writer("old"))
+    keeper = LeaseKeeper(client, 0.1, lambda incarnation: client.join_writer(writer("old")))
+    keeper.add("old")
+    keeper.check("old")
+    client.join_writer(writer("new", run="run2"))
+
+    def given_up() -> bool:
+        try:
+            keeper.check("old")
+        except Fenced as error:
+            return "replaced by run run2" in str(error)
+        return False
+
+    until(given_up)
+    keeper.close()
+
+
+def test_a_keeper_outlives_a_callback_that_fails(client):
+    client.join_writer(writer())
+    calls: list[str] = []
+
+    def rejoin(incarnation: str) -> None:
+        calls.append(incarnation)
+        raise ValueError("not yet")
+
+    keeper = LeaseKeeper(client, 0.05, rejoin)
+    keeper.add("nobody")
+    until(lambda: len(calls) >= 2)
+    keeper.close()
+
+
+# The command
+
+
+@pytest.fixture
+def run_server(tmp_path):
+    """Starts ``awex meta-server`` and returns it with what it printed until it listened."""
+    started = []
+
+    def start(*arguments: str, **environ: str) -> tuple[subprocess.Popen, str]:
+        base = {name: value for name, value in os.environ.items() if not name.startswith("AWEX_")}
+        command = [sys.executable, "-m", "awex_core.cli", "meta-server", "--port", "0", *arguments]
+        environ = {**base, "XDG_RUNTIME_DIR": str(tmp_path), **environ}
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        started.append(child)
+        printed = ""
+        while "listening on" not in printed:
+            line = child.stdout.readline()
+            assert line, printed
+            printed += line
+        return child, printed
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+def address_in(printed: str) -> str:
+    found = re.search(r"meta server listening on (\S+)", printed)
+    assert found, printed
+    return found[1]
+
+
+def test_a_generated_token_is_in_a_private_file_and_nowhere_else(run_server, tmp_path):
+    child, printed = run_server()
+    path = Path(re.search(r"token written to (\S+);", printed)[1])
+    token = path.read_text().strip()
+    assert path.parent == tmp_path
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(token) >= 32
+    with MetaClient(address_in(printed), "job", token) as client:
+        client.join_writer(writer())
+    with MetaClient(address_in(printed), "job", "wrong") as client, pytest.raises(Unauthorized):
+        client.watch()
+    arguments = Path(f"/proc/{child.pid}/cmdline")
+    assert not arguments.exists() or token not in arguments.read_text()
+    child.send_signal(signal.SIGINT)
+    printed += child.communicate(timeout=10)[0]
+    assert token not in printed
+    assert "Traceback" not in printed
+
+
+def test_status_shows_a_job_to_people_and_programs(run_server, capsys, monkeypatch, tmp_path):
+    token_file = tmp_path / "token"
+    token_file.write_text("from-a-file\n")
+    token_file.chmod(0o600)
+    _, printed = run_server("--token-file", str(token_file), "--lease", "30")
+    assert "token written" not in printed
+    with MetaClient(address_in(printed), "job", "from-a-file") as client:
+        assert client.join_writer(writer()).lease_s == 30
+        client.join_controller("engine[1]", process("c"), state="torn", reason="half [red]written")
+        client.join_worker(worker(engine="engine[1]"))
+        client.announce("w", 3, timeout_s=30, verify="full")
+        client.report_engine("c", Version(1, 3), "updating", figures={"bytes": 12})
+        client.join_writer(writer("other", "run2", rank=1, world=2))
+
+    monkeypatch.setenv("AWEX_TOKEN_FILE", str(token_file))
+    monkeypatch.delenv("AWEX_TOKEN", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    arguments = ["status", "--meta-server", address_in(printed), "--job", "job"]
+    assert cli.main(arguments) == 0
+    shown = capsys.readouterr().out
+    for text in ("engine[1]", "half [red]written", "torn", "Version 1.3: open, ranks [0]", "bytes 12", "host-a"):
+        assert text in shown
+    assert "run run2 waits for ranks [0] of 2" in shown
+
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["view"]["engines"]["engine[1]"]["state"] == "torn"
+
+
+def test_status_reports_errors_in_one_line(server, capsys, monkeypatch):
+    monkeypatch.delenv("AWEX_TOKEN_FILE", raising=False)
+    monkeypatch.setenv("AWEX_TOKEN", TOKEN)
+    assert cli.main(["status", "--meta-server", server.address, "--job", "none"]) == 1
+    assert "awex: unknown job 'none'" in capsys.readouterr().err
+    monkeypatch.delenv("AWEX_TOKEN")
+    assert cli.main(["status", "--meta-server", server.address]) == 1
+    assert "awex: no token; set AWEX_TOKEN" in capsys.readouterr().err
+
+
+def test_tokens_come_from_the_file_before_the_environment(tmp_path, capsys):
+    path = tmp_path / "token"
+    path.write_text("in-file\n")
+    path.chmod(0o644)
+    environ = {"AWEX_TOKEN": "in-environment", "AWEX_TOKEN_FILE": str(path)}
+    assert cli.read_token(str(path), environ) == "in-file"
+    assert "chmod 600" in capsys.readouterr().err
+    assert cli.read_token(None, environ) == "in-environment"
+    assert cli.read_token(None, {"AWEX_TOKEN_FILE": str(path)}) == "in-file"
+    assert cli.read_token(None, {}) == ""
+    with pytest.raises(ConfigError, match="cannot read the token file"):
+        cli.read_token(str(tmp_path / "none"), {})
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        cli.read_token(str(path), {})
+
+
+def test_there_is_no_token_argument(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["status", "--meta-server", "x:1", "--token", "secret"])

@@ -1,0 +1,219 @@
+"""Tracing: what views, concatenations and fills become, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+
+from awex_core.layout import CanonicalTensor, Layout
+from awex_core.layout.trace import Trace, trace_loader
+
+Weights = dict[str, torch.Tensor]
+
+
+def trace(model: Weights, load: Callable[[Iterable[tuple[str, torch.Tensor]]], None], weights: Weights) -> Trace:
+    tensors = [CanonicalTensor(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
+    return trace_loader(load, tensors, model)
+
+
+def replay(layout: Layout, model: Weights, weights: Weights) -> Weights:
+    """Fill fresh copies of the model's tensors by the layout alone."""
+    fresh = {name: torch.full_like(tensor, 77) for name, tensor in model.items()}
+    for shard in layout.shards():
+        target = fresh[layout.buffers[shard.buffer].name]
+        size = target.element_size()
+        view = torch.as_strided(target, shard.extent, [s // size for s in shard.stride], shard.offset // size)
+        box = tuple(slice(s, s + e) for s, e in zip(shard.start, shard.extent, strict=True))
+        view.copy_(weights[shard.tensor.name][box])
+    for constant in layout.constants:
+        target = fresh[layout.buffers[constant.buffer].name]
+        size = target.element_size()
+        element = torch.frombuffer(bytearray(constant.value), dtype=target.dtype)
+        torch.as_strided(target, constant.extent, [s // size for s in constant.stride], constant.offset // size).copy_(
+            element.expand(constant.extent)
+        )
+    return fresh
+
+
+def check_same_as_loading(model: Weights, load: Callable[..., None], weights: Weights) -> Trace:
+    """The traced layout does to fresh memory what the loader itself does."""
+    before = {name: tensor.clone() for name, tensor in model.items()}
+    result = trace(model, load, weights)
+    assert not result.untraced
+    for name, tensor in model.items():
+        assert torch.equal(tensor, before[name]), f"tracing changed {name}"
+    fresh = replay(result.layout, model, weights)
+    load(weights.items())
+    for name, tensor in model.items():
+        assert torch.equal(fresh[name], tensor), name
+    return result
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=dtype).reshape(shape)
+
+
+def test_fused_rows_and_a_column_shard() -> None:
+    model = {"qkv": torch.zeros(8, 6), "o": torch.zeros(6, 3)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            if name == "o":
+                model["o"].data.copy_(loaded.narrow(1, 3, 3))
+            else:
+                begin = {"q": 0, "k": 4, "v": 6}[name]
+                rows = 4 if name == "q" else 2
+                model["qkv"].narrow(0, begin, rows).copy_(loaded[rows : 2 * rows])
+
+    result = check_same_as_loading(
+        model, load, {"q": numbered(8, 6), "k": numbered(4, 6) + 100, "v": numbered(4, 6) + 200, "o": numbered(6, 6)}
+    )
+    assert not result.gaps and not result.dropped
+
+
+def test_transposed_stacked_and_interleaved_views() -> None:
+    model = {
+        "t": torch.zeros(6, 4),
+        "stack": torch.zeros(2, 3, 4),
+        "inter": torch.zeros(6, 4),
+        "heads": torch.zeros(12),
+    }
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            if name == "t":
+                model["t"].copy_(loaded.t())
+            elif name == "heads":
+                model["heads"][:6].copy_(loaded.view(4, 3)[:2].flatten())
+                model["heads"][6:].fill_(3)
+            elif name == "inter":
+                model["inter"][0::2].copy_(loaded[:3])
+                model["inter"][1::2].copy_(loaded.unsqueeze(0)[0, 3:])
+            else:
+                model["stack"][int(name)].copy_(loaded)
+
+    weights = {
+        "t": numbered(4, 6),
+        "0": numbered(3, 4),
+        "1": -numbered(3, 4),
+        "inter": numbered(6, 4),
+        "heads": numbered(12),
+    }
+    result = check_same_as_loading(model, load, weights)
+    assert len(result.layout.constants) == 1
+
+
+def test_cat_and_stack_of_views_land_as_several_copies() -> None:
+    model = {"fused": torch.zeros(5, 8), "pair": torch.zeros(2, 4, 4), "flip": torch.zeros(8, 3)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        w = dict(weights)
+        model["fused"].copy_(torch.cat([w["a"], w["b"][1:]], dim=0)[:, :8])
+        model["pair"].copy_(torch.stack([w["c"], w["d"].t()]))
+        model["flip"].copy_(torch.cat([w["a"], w["b"]], 0).t()[:, 2:5])
+
+    check_same_as_loading(
+        model, load, {"a": numbered(2, 8), "b": numbered(4, 8) + 50, "c": numbered(4, 4), "d": numbered(4, 4) + 9}
+    )
+
+
+def test_a_tensor_used_twice_and_late() -> None:
+    model = {"embed": torch.zeros(4, 2), "head": torch.zeros(4, 2)}
+    kept = []
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        kept.clear()
+        for _, loaded in weights:
+            kept.append(loaded)
+        model["embed"].copy_(kept[0])
+        model["head"].copy_(kept[0].contiguous().to(torch.float32))
+
+    assert len(check_same_as_loading(model, load, {"model.embed": numbered(4, 2)}).layout) == 2
+
+
+def test_renamed_prefix_and_cast() -> None:
+    model = {"x": torch.zeros(3, dtype=torch.bfloat16)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            model[name.removeprefix("language_model.")].copy_(loaded.to(torch.bfloat16))
+
+    assert trace(model, load, {"language_model.x": numbered(3)}).layout.shard(0).tensor.name == "language_model.x"
+
+
+@pytest.mark.parametrize(
+    ("compute", "reason"),
+    [
+        (lambda t: t * 2, "computed by aten.mul"),
+        (lambda t: t.float().sum(0, keepdim=True).expand(4), "computed by"),
+        (lambda t: t.to(torch.float16).to(torch.float32), "rounded to torch.float16"),
+        (lambda t: torch.cat([t[:2], torch.ones(2)]), "not in the checkpoint"),
+        (lambda t: t[:1].expand(4), "repeats elements"),
+    ],
+)
+def test_values_are_reported_with_the_parameter_and_the_reason(
+    compute: Callable[[torch.Tensor], torch.Tensor], reason: str
+) -> None:
+    model = {"w": torch.zeros(4), "fine": torch.zeros(4)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            model[name].copy_(compute(loaded) if name == "w" else loaded)
+
+    result = trace(model, load, {"w": numbered(4), "fine": numbered(4)})
+    assert [(u.name, reason in u.reason) for u in result.untraced] == [("w", True)]
+    assert [shard.tensor.name for shard in result.layout.shards()] == ["fine"]
+    assert model["w"].eq(0).all() and model["fine"].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda t, p: p.copy_(t) if t.sum() > 0 else None,
+        lambda t, p: p.fill_(t[0].item()),
+        lambda t, p: p.copy_(t.mul_(2)),
+        lambda t, p: p.copy_(torch.empty(4).copy_(t)),
+        lambda t, p: 1 / 0,
+    ],
+)
+def test_a_loader_that_raises_half_way_is_reported_by_tensor(
+    misuse: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
+    model = {"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            if name == "b":
+                misuse(loaded, model["b"])
+            else:
+                model[name].copy_(loaded)
+
+    result = trace(model, load, {name: numbered(4) for name in "abc"})
+    assert [u.name for u in result.untraced] == ["b"]
+    assert [shard.tensor.name for shard in result.layout.shards()] == ["a", "c"]
+    assert all(p.eq(0).all() for p in model.values())
+
+
+def test_other_writes_to_a_parameter_do_not_happen() -> None:
+    model = {"w": torch.zeros(4)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, loaded in weights:
+            model["w"].copy_(loaded)
+            model["w"].add_(1)
+
+    result = trace(model, load, {"w": numbered(4)})
+    assert "aten.add_" in result.untraced[0].reason and model["w"].eq(0).all()
+
+
+def test_dropped_tensors_and_gaps_are_listed() -> None:
+    model = {"w": torch.zeros(4, 4)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        model["w"][:3].copy_(dict(weights)["w"][:3])
+
+    result = trace(model, load, {"w": numbered(4, 4), "rotary_emb.inv_freq": numbered(2)})
+    assert result.dropped == ("rotary_emb.inv_freq",)
+    assert [(gap.start, gap.end) for gap in result.gaps] == [(48, 64)]

@@ -1,0 +1,283 @@
+"""The shards of real Megatron ranks, after real training steps, against an oracle that shares no code with them.
+
+Each world size is one launch: its ranks train every case in turn, dump their raw
+parameters (for the oracle) and the collected views (under test). Run as a
+module, this file is one such rank.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support import tiny_models
+from tests.support.trainer import ROOT, Trainer, TrainerSpec, join_ranks, run_ranks
+
+pytestmark = pytest.mark.timeout(240)  # the first test of a world size waits for its launch
+
+STEPS = ("first", "second")
+RANKS_LIMIT_S = 100.0
+ORACLE_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run; ``fields`` are set on its ``TrainerSpec``, ``kind`` names the model."""
+
+    name: str
+    kind: str
+    layout: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> TrainerSpec:
+        return TrainerSpec.of_kind(self.kind, layout=self.layout, **self.fields)
+
+
+BF16 = {"dtype": "bfloat16"}
+SLICED = {**BF16, "distributed_optimizer": True}
+CASES = [
+    Case("tp1", "qwen3", "tp=1"),
+    Case("tp1-tied", "llama-tied", "tp=1"),
+    Case("tp1-bias", "qwen2", "tp=1"),
+    Case("tp2", "qwen3", "tp=2", BF16),
+    Case("tp2-tied", "qwen3-tied", "tp=2"),
+    Case("tp2-bias", "qwen2", "tp=2"),
+    Case("tp2-one-group", "llama", "tp=2", {"kv_groups": 1}),
+    Case("pp2", "llama", "pp=2"),
+    Case("pp2-tied", "qwen3-tied", "pp=2", BF16),
+    Case("pp2-vpp2", "qwen3", "pp=2,vpp=2"),
+    Case("pp2-vpp2-tied", "qwen3-tied", "pp=2,vpp=2", BF16),
+    Case("dp2", "qwen3", "dp=2", SLICED),
+    Case("dp2-lazy", "qwen3", "dp=2", {**SLICED, "overlap_param_gather": True}),
+    Case("tp4-two-groups", "qwen3", "tp=4", {"kv_groups": 2}),
+    Case("tp2-pp2-vpp2-tied", "qwen3-tied", "tp=2,pp=2,vpp=2", SLICED),
+]
+
+
+def cases_of(world: int) -> list[Case]:
+    return [case for case in CASES if case.spec.parallel.world == world]
+
+
+# One rank.
+
+
+def rank_main(folder: Path, world: int) -> None:
+    """Train every case of this world size and leave what the tests compare in ``folder/case/step``."""
+    join_ranks()
+    for case in cases_of(world):
+        train_case(case, folder / case.name)
+
+
+def train_case(case: Case, folder: Path) -> None:
+    from megatron_awex.commit import Places, settle
+    from megatron_awex.layout import live_shards
+    from megatron_awex.names import family_for
+
+    trainer = Trainer(case.spec)
+    places = Places(trainer.chunks)
+    shards = live_shards(trainer.chunks, family=family_for(case.spec.family), hf_vocab_size=case.spec.vocab)
+    check_layout(trainer, shards)
+    save_manifest(shards, folder)
+    for step in STEPS:
+        trainer.train_step()
+        places.check()
+        settle(trainer.chunks, trainer.optimizer)
+        trainer.dump_raw(folder / step)
+        save_shards(shards, folder / step)
+    if case.layout == "tp=1":
+        save_file({"logits": trainer.logits(some_tokens())}, folder / "logits.safetensors")
+    trainer.close()
+
+
+def check_layout(trainer: Trainer, shards: list[Any]) -> None:
+    """The layout describes the very same memory as the views do."""
+    from megatron_awex.engine import HfModel, describe
+
+    spec = trainer.spec
+    layout, memory = describe(trainer.chunks, HfModel(spec.family, spec.vocab, spec.tied))
+    described = set()
+    for row in range(len(layout)):
+        shard = layout.shard(row)
+        dtype = getattr(torch, shard.dtype)
+        view = memory.view(shard.buffer, shard.offset, shard.extent, shard.stride, dtype)
+        described.add((shard.tensor.name, shard.tensor.shape, shard.start, view.data_ptr(), view.shape, view.stride()))
+    viewed = {(s.name, s.shape, s.start, s.view.data_ptr(), s.view.shape, s.view.stride()) for s in shards}
+    if described != viewed:
+        raise RuntimeError(f"the layout and the views differ: {sorted(described ^ viewed)[:4]}")
+
+
+def save_manifest(shards: list[Any], folder: Path) -> None:
+    """What all ranks together hold, as each rank learns it when it attaches."""
+    from awex_core.layout import CanonicalTensor
+    from megatron_awex.engine import share
+
+    held = {CanonicalTensor(s.name, s.shape, str(s.view.dtype).removeprefix("torch.")) for s in shards}
+    run, manifest = share(sorted(held))
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [(tensor.name, tensor.shape, tensor.dtype) for tensor in manifest]
+    (folder / f"manifest{torch.distributed.get_rank()}.json").write_text(json.dumps([run, rows]))
+
+
+def save_shards(shards: list[Any], folder: Path) -> None:
+    rank = torch.distributed.get_rank()
+    save_file({str(i): s.view.clone().contiguous() for i, s in enumerate(shards)}, folder / f"shards{rank}.safetensors")
+    boxes = [{"name": s.name, "shape": s.shape, "start": s.start} for s in shards]
+    (folder / f"shards{rank}.json").write_text(json.dumps(boxes))
+
+
+def some_tokens() -> torch.Tensor:
+    return torch.arange(2 * 24).reshape(2, 24) * 7 % 257
+
+
+# The tests.
+
+ORACLE = """
+import json, runpy, sys
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["megatron_to_hf", *arguments]
+    runpy.run_path("tests/oracle/megatron_to_hf.py", run_name="__main__")
+sys.exit([name for name in ("awex_core", "megatron_awex", "megatron") if name in sys.modules] or None)
+"""
+"""Runs the oracle's command line several times in one process, which must not have loaded code under test."""
+
+
+class Runs:
+    """Folders of the cases, each filled at the first request for a case of its world size."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.failures: dict[int, BaseException | None] = {}
+
+    def folder(self, name: str) -> Path:
+        case = next(case for case in CASES if case.name == name)
+        world = case.spec.parallel.world
+        if world not in self.failures:
+            self.failures[world] = self.launch(world)
+        if (failure := self.failures[world]) is not None:
+            raise failure
+        return self.root / name
+
+    def launch(self, world: int) -> BaseException | None:
+        try:
+            run_ranks("tests.plugins.test_megatron_layout", world, [str(self.root), str(world)], limit_s=RANKS_LIMIT_S)
+            self.run_oracle(world)
+        except (RuntimeError, subprocess.SubprocessError) as failure:
+            return failure
+        return None
+
+    def run_oracle(self, world: int) -> None:
+        arguments = [
+            [str(folder), str(folder / "hf"), "--template", str(template(self.root, case))]
+            for case in cases_of(world)
+            for folder in (self.root / case.name / step for step in STEPS)
+        ]
+        command = [sys.executable, "-c", ORACLE, json.dumps(arguments)]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=ORACLE_LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Gives the folder of a case by its name."""
+    return Runs(tmp_path_factory.mktemp("megatron")).folder
+
+
+def template(root: Path, case: Case) -> Path:
+    """A checkpoint of the case's shape, random: the oracle takes its config and tokenizer."""
+    path = root / case.name / "template"
+    if not path.exists():
+        tiny_models.make_model(path, case.kind, num_key_value_heads=case.spec.kv_groups)
+    return path
+
+
+def collected(folder: Path, rank: int) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    views = load_file(folder / f"shards{rank}.safetensors")
+    boxes = json.loads((folder / f"shards{rank}.json").read_text())
+    return [(box, views[str(index)]) for index, box in enumerate(boxes)]
+
+
+def window(box: dict[str, Any], view: torch.Tensor) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box["start"], view.shape, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("step", STEPS)
+def test_every_view_is_its_box_of_the_checkpoint(trained, case, step):
+    folder = trained(case.name) / step
+    truth = load_file(folder / "hf" / "model.safetensors")
+    covered = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in truth.items()}
+    for rank in range(case.spec.parallel.world):
+        for box, view in collected(folder, rank):
+            whole = truth[box["name"]]
+            assert tuple(box["shape"]) == tuple(whole.shape), box
+            assert view.dtype == whole.dtype, box
+            assert torch.equal(view, whole[window(box, view)]), f"rank {rank}: {box}"
+            covered[box["name"]][window(box, view)] = True
+    holes = [name for name, mask in covered.items() if not mask.all()]
+    assert not holes
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_rank_learns_the_whole_manifest(trained, case):
+    folder = trained(case.name)
+    world = case.spec.parallel.world
+    texts = {(folder / f"manifest{rank}.json").read_text() for rank in range(world)}
+    assert len(texts) == 1
+    _, rows = json.loads(texts.pop())
+    truth = load_file(folder / "first" / "hf" / "model.safetensors")
+    assert rows == sorted([name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in truth.items())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_second_step_changed_every_tensor(trained, case):
+    """Otherwise views that no longer follow would go unseen."""
+    first, second = (load_file(trained(case.name) / step / "hf" / "model.safetensors") for step in STEPS)
+    # In bfloat16 a step is too small to move values near one.
+    same = [name for name in first if torch.equal(first[name], second[name]) and not name.endswith("norm.weight")]
+    assert not same
+
+
+@pytest.mark.parametrize("case", cases_of(1), ids=lambda case: case.name)
+def test_the_oracle_is_right(trained, case):
+    """transformers, on the oracle's checkpoint, computes what Megatron computes: names, places and values are right."""
+    import transformers
+
+    folder = trained(case.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "second" / "hf", dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model(some_tokens()).logits
+    ours = load_file(folder / "logits.safetensors")["logits"][..., : case.spec.vocab]
+    torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_parameters_that_are_gathered_late_are_complete(trained, step):
+    """With and without overlap of the gather, the same training run publishes the same weights."""
+    eager, lazy = (load_file(trained(name) / step / "hf" / "model.safetensors") for name in ("dp2", "dp2-lazy"))
+    assert all(torch.equal(lazy[name], tensor) for name, tensor in eager.items())
+
+
+def test_padding_of_the_vocabulary_is_left_out(trained):
+    """Rank 3 of 4 holds rows 384 to 511 of an embedding whose checkpoint ends at 301."""
+    folder = trained("tp4-two-groups") / "first"
+    rows = [[view.shape[0] for box, view in collected(folder, rank) if "embed" in box["name"]] for rank in range(4)]
+    assert rows == [[128], [128], [45], []]
+
+
+def test_tied_embeddings_are_one_canonical_tensor(trained):
+    folder = trained("pp2-tied") / "first"
+    names = [[box["name"] for box, _ in collected(folder, rank)] for rank in range(2)]
+    assert all("model.embed_tokens.weight" in stage for stage in names)
+    assert not any("lm_head.weight" in stage for stage in names)
+
+
+if __name__ == "__main__":
+    rank_main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,121 @@
+"""The arrows drawn in ``awex_core/__init__.py`` hold: data flows one way, and imports follow it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import awex_core
+from tests.rules.tree import ROOT, imports, modules, packaged_roots
+
+ENGINES = {"vllm", "sglang", "megatron"}
+PLUGINS = {"vllm_awex", "sglang_awex", "megatron_awex"}
+
+LEAVES = {"errors", "mixing", "version"}
+"""Modules that any stage may use, and that know no stage."""
+
+ARROWS = {
+    "layout": LEAVES,
+    "plan": LEAVES | {"layout"},
+    "transfer": LEAVES | {"layout", "plan"},
+    "commit": LEAVES | {"layout", "plan", "transfer"},
+    "meta": LEAVES | {"layout", "commit"},
+}
+"""What each stage may import. Everything else in awex_core stands above the stages."""
+
+STAGES = set(ARROWS)
+
+MAY_IMPORT_TORCH = {"awex_core.layout.live", "awex_core.layout.trace"}
+"""The modules of the pure stages that meet live tensors; their packages import them on first use only."""
+
+
+def _part(module: str) -> str:
+    """The stage or module directly below awex_core."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def _core_parts_imported(module: str, path) -> dict[str, int]:
+    known = modules("awex_core")
+    found = {}
+    for entry in imports(module, path):
+        if entry.name.split(".")[0] != "awex_core" or entry.for_types_only:
+            continue
+        part = _part(entry.name)
+        # "from awex_core import Thing" reaches for the facade, which stands above everything.
+        found[part if f"awex_core.{part}" in known else ""] = entry.line
+    return found
+
+
+def test_imports_follow_the_arrows():
+    wrong = []
+    for module, path in modules("awex_core").items():
+        part = _part(module)
+        if part in STAGES:
+            allowed = ARROWS[part] | {part}
+        elif part in LEAVES:
+            allowed = LEAVES
+        else:
+            continue
+        for target, line in _core_parts_imported(module, path).items():
+            if target not in allowed:
+                wrong.append(f"{module}:{line} imports {target or 'the awex_core facade'}")
+    assert not wrong, "imports against the arrows:\n" + "\n".join(wrong)
+
+
+def test_nothing_but_tests_imports_awex_core_testing():
+    wrong = [
+        f"{module}:{line}"
+        for module, path in modules("awex_core").items()
+        for target, line in _core_parts_imported(module, path).items()
+        if target == "testing" and _part(module) != "testing"
+    ]
+    assert not wrong, f"awex_core.testing is for tests: {wrong}"
+
+
+def test_the_drawing_names_every_stage():
+    missing = [stage for stage in STAGES if stage not in (awex_core.__doc__ or "")]
+    assert not missing, f"awex_core/__init__.py draws the stages but not {missing}"
+
+
+def test_pure_stages_do_not_name_torch():
+    wrong = [
+        f"{module}:{entry.line}"
+        for module, path in modules("awex_core").items()
+        if _part(module) in ("layout", "plan") and module not in MAY_IMPORT_TORCH
+        for entry in imports(module, path)
+        if entry.name.split(".")[0] == "torch" and not entry.for_types_only
+    ]
+    assert not wrong, f"layout and plan need no torch: {wrong}"
+
+
+@pytest.mark.parametrize("module", ["awex_core", "awex_core.layout", "awex_core.plan"])
+def test_pure_stages_do_not_load_torch(module):
+    unwanted = ["torch", *sorted(ENGINES)]
+    code = f"import sys, {module}; sys.exit([name for name in {unwanted} if name in sys.modules] or None)"
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert child.returncode == 0, f"import {module} loads: {child.stderr}"
+
+
+def test_core_imports_no_engine_and_no_plugin():
+    wrong = [
+        f"{module}:{entry.line} imports {entry.name}"
+        for module, path in modules("awex_core").items()
+        for entry in imports(module, path)
+        if entry.name.split(".")[0] in ENGINES | PLUGINS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("plugin", sorted(set(packaged_roots()) - {"awex_core"}))
+def test_plugins_never_import_each_other(plugin):
+    engine = plugin.removesuffix("_awex")
+    others = (PLUGINS | ENGINES) - {plugin, engine}
+    wrong = [
+        f"{module}:{entry.line} imports {entry.name}"
+        for module, path in modules(plugin).items()
+        for entry in imports(module, path)
+        if entry.name.split(".")[0] in others
+    ]
+    assert not wrong, "\n".join(wrong)

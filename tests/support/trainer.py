@@ -1,0 +1,414 @@
+"""A real Megatron trainer on CPU: GPTModel, Megatron's schedules, data parallelism and optimizers, on bytes of text.
+
+Used by tests and the demo. Imports no awex code, so that what it dumps can
+serve as the truth that awex is measured against.
+
+``run_ranks`` starts one process per rank; each calls ``join_ranks`` and makes a ``Trainer``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tests.support import megatron_cpu
+from tests.support.tiny_models import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+RENDEZVOUS = "TRAINER_RENDEZVOUS"
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Degrees of parallelism, as in ``"tp=2,pp=1,vpp=1,dp=1"``; what is left out is 1."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Parallel:
+        """Read a layout string; raises ``ValueError`` naming the part that is wrong."""
+        degrees: dict[str, int] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            if name.strip() not in {field.name for field in dataclasses.fields(cls)} or not value.strip().isdigit():
+                raise ValueError(f"{part!r} in layout {text!r} is not one of tp=N, pp=N, vpp=N, dp=N")
+            degrees[name.strip()] = int(value)
+        return cls(**degrees)
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """A tiny model and how it is trained. ``family`` is qwen3, qwen2 or llama; ``of_kind`` picks sizes that fit."""
+
+    layout: str = "tp=1"
+    family: str = "qwen3"
+    tied: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 8
+    kv_groups: int = 4
+    head_dim: int = 32
+    ffn: int = 256
+    vocab: int = 301
+    seq: int = 32
+    seed: int = 1234
+    lr: float = 1e-3
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    distributed_optimizer: bool = False
+    overlap_param_gather: bool = False
+
+    @classmethod
+    def of_kind(cls, kind: str, **fields: Any) -> TrainerSpec:
+        """The trainer of a model that ``tiny_models.make_model(kind=kind)`` writes; ``fields`` are set besides."""
+        chosen = KINDS[kind]
+        sizes: dict[str, Any] = {"heads": chosen.heads, "kv_groups": chosen.kv_heads, "tied": chosen.tied}
+        return cls(family=chosen.model_type, **{**sizes, **fields})
+
+    @property
+    def parallel(self) -> Parallel:
+        """Degrees of parallelism of ``layout``."""
+        return Parallel.parse(self.layout)
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows Megatron gives the embedding: a multiple of 128 for each tensor-parallel rank."""
+        unit = 128 * self.parallel.tp
+        return -(-self.vocab // unit) * unit
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype``, as torch has it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+
+def text_batch(step: int, micro_batches: int, seq: int) -> torch.Tensor:
+    """Token ids, shape ``[micro_batches, seq + 1]``: bytes of this file, other ones at each step."""
+    text = Path(__file__).read_bytes()
+    length = seq + 1
+    starts = [(step * micro_batches + i) * length % (len(text) - length) for i in range(micro_batches)]
+    return torch.tensor([list(text[s : s + length]) for s in starts], dtype=torch.int64)
+
+
+class Trainer:
+    """One rank of a training run. Needs an initialised gloo process group of ``spec.parallel.world`` ranks."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        megatron_cpu.enable()
+        self.spec = spec
+        self.step = 0
+        _start_megatron(spec)
+        self.config = _transformer_config(spec)
+        self.bare_chunks = _build_chunks(spec, self.config)
+        self.chunks = _wrap(spec, self.config, self.bare_chunks)
+        self.optimizer = _build_optimizer(spec, self.config, self.chunks)
+
+    def train_step(self, batch: torch.Tensor | None = None) -> float:
+        """One optimizer step; returns the mean loss, on every rank.
+
+        Args:
+            batch: token ids, shape ``[micro_batches, seq + 1]``, the same on all ranks of a replica;
+                by default the next bytes of text, others for each data-parallel replica.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if batch is None:
+            batch = self._next_batch()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[iter(batch) for _ in self.chunks] if len(self.chunks) > 1 else iter(batch),
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=batch.shape[0],
+            seq_length=batch.shape[1] - 1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        updated, _, _ = self.optimizer.step()
+        if not updated:
+            raise RuntimeError("the optimizer skipped the step")
+        self.step += 1
+        return _mean_loss(losses)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Next-token scores, shape ``[batch, seq, padded_vocab]``, of token ids ``[batch, seq]``. For one rank only."""
+        if self.spec.parallel != Parallel():
+            raise ValueError("logits need the whole model on one rank")
+        with torch.no_grad():
+            scores: torch.Tensor = self.chunks[0](tokens, *_positions(tokens))
+        return scores.float()
+
+    def dump_raw(self, folder: Path | str) -> None:
+        """Write this rank's parameters as Megatron names them, and where the rank stands, to ``folder/rank{N}.*``."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        rank = dist.get_rank()
+        tensors = {
+            f"{index}/{name}": parameter.detach().clone()
+            for index, chunk in enumerate(self.bare_chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+        save_file(tensors, path / f"rank{rank}.safetensors")
+        (path / f"rank{rank}.json").write_text(json.dumps(self._coordinates(), indent=1))
+
+    def close(self) -> None:
+        """Leave Megatron's groups, so that another trainer can start in this process."""
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+
+    def _next_batch(self) -> torch.Tensor:
+        from megatron.core import parallel_state
+
+        micro_batches = 2 * self.spec.parallel.pp
+        replica = parallel_state.get_data_parallel_rank()
+        return text_batch(self.step * self.spec.parallel.dp + replica, micro_batches, self.spec.seq)
+
+    def _coordinates(self) -> dict[str, Any]:
+        from megatron.core import parallel_state
+
+        return {
+            "spec": dataclasses.asdict(self.spec) | {"padded_vocab": self.spec.padded_vocab},
+            "parallel": dataclasses.asdict(self.spec.parallel),
+            "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+            "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
+            "dp_rank": parallel_state.get_data_parallel_rank(),
+            "layer_numbers": [[layer.layer_number for layer in chunk.decoder.layers] for chunk in self.bare_chunks],
+        }
+
+
+def _start_megatron(spec: TrainerSpec) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel = spec.parallel
+    if dist.get_world_size() != parallel.world:
+        raise ValueError(f"layout {spec.layout!r} needs {parallel.world} ranks, the group has {dist.get_world_size()}")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+    )
+    torch.manual_seed(spec.seed)
+    model_parallel_cuda_manual_seed(spec.seed, inference_rng_tracker=True)
+
+
+def _transformer_config(spec: TrainerSpec) -> Any:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel = spec.parallel
+    return TransformerConfig(
+        num_layers=spec.layers,
+        hidden_size=spec.hidden,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_groups,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        add_bias_linear=False,
+        add_qkv_bias=spec.family == "qwen2",
+        qk_layernorm=spec.family == "qwen3",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        params_dtype=spec.torch_dtype,
+        pipeline_dtype=spec.torch_dtype,
+        bf16=spec.dtype == "bfloat16",
+        finalize_model_grads_func=finalize_model_grads,
+        **megatron_cpu.CPU_SETTINGS,
+        **megatron_cpu.pipeline_settings(parallel.pp, parallel.vpp),
+    )
+
+
+def _build_chunks(spec: TrainerSpec, config: Any) -> list[Any]:
+    vpp = spec.parallel.vpp
+    return [_build_chunk(spec, config, stage if vpp > 1 else None) for stage in range(vpp)]
+
+
+def _build_chunk(spec: TrainerSpec, config: Any, stage: int | None) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    virtual: dict[str, Any] = {} if stage is None else {"vp_stage": stage, "ignore_virtual": False}
+    chunk = GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"),
+        vocab_size=spec.padded_vocab,
+        max_sequence_length=2048,
+        position_embedding_type="rope",
+        rotary_base=spec.rope_theta,
+        pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+        post_process=parallel_state.is_pipeline_last_stage(**virtual),
+        share_embeddings_and_output_weights=spec.tied,
+        parallel_output=True,
+        vp_stage=stage,
+    )
+    if spec.family == "qwen2":
+        _fill_biases(chunk, spec.seed)
+    return chunk
+
+
+def _fill_biases(chunk: Any, seed: int) -> None:
+    """Give biases values: Megatron starts them at zero, where a wrong place would not show."""
+    draw = torch.Generator().manual_seed(seed + dist.get_rank())
+    with torch.no_grad():
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(".bias"):
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+
+
+def _wrap(spec: TrainerSpec, config: Any, chunks: list[Any]) -> list[Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=spec.distributed_optimizer,
+        overlap_param_gather=spec.overlap_param_gather,
+        overlap_grad_reduce=spec.overlap_param_gather,
+    )
+    inner = [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
+    wrapped = [
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(inner)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    return wrapped
+
+
+def _build_optimizer(spec: TrainerSpec, config: Any, chunks: list[Any]) -> Any:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=spec.lr,
+        weight_decay=0.0,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=spec.distributed_optimizer,
+        overlap_param_gather=spec.overlap_param_gather,
+    )
+    return get_megatron_optimizer(settings, chunks)
+
+
+def _forward_step(data: Iterator[torch.Tensor], chunk: Any) -> tuple[torch.Tensor, Any]:
+    """Megatron's callback: forward one micro-batch through one chunk."""
+    row = next(data)
+    tokens, labels = row[None, :-1], row[None, 1:]
+    output = chunk(tokens, *_positions(tokens), labels=labels)
+    return output, _mean
+
+
+def _mean(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = per_token.float().mean()
+    return loss, {"loss": loss.detach().clone()}  # Megatron divides its loss in place
+
+
+def _positions(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Position ids ``[batch, seq]`` and Megatron's causal mask ``[1, 1, seq, seq]`` (True is hidden)."""
+    batch, seq = tokens.shape
+    hidden = torch.triu(torch.ones(1, 1, seq, seq, dtype=torch.bool), diagonal=1)
+    return torch.arange(seq).repeat(batch, 1), hidden
+
+
+def _mean_loss(losses: list[dict[str, torch.Tensor]]) -> float:
+    """The loss averaged over micro-batches and replicas; only last stages have one."""
+    total = torch.tensor([sum(float(entry["loss"]) for entry in losses), float(len(losses))])
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def join_ranks() -> None:
+    """In a process that ``run_ranks`` started: join the group of all ranks, over gloo."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{os.environ[RENDEZVOUS]}", rank=rank, world_size=world)
+
+
+def run_ranks(module: str, world: int, args: Sequence[str] = (), *, limit_s: float = 100.0) -> None:
+    """Run ``python -m module args`` as ``world`` ranks, and wait for all. Leaves no process behind.
+
+    Raises:
+        RuntimeError: a rank failed, or the time limit passed; holds the end of each rank's output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world):
+                ranks.append(start_rank(module, rank, world, args, Path(folder)))
+            _wait(ranks, limit_s)
+        finally:
+            for process in ranks:
+                _kill(process)
+        failed = [rank for rank, process in enumerate(ranks) if process.returncode]
+        if failed:
+            logs = [f"--- rank {rank}\n" + (Path(folder) / f"{rank}.log").read_text()[-3000:] for rank in range(world)]
+            raise RuntimeError(f"ranks {failed} of {module} failed or ran past {limit_s} s\n" + "\n".join(logs))
+
+
+def start_rank(module: str, rank: int, world: int, args: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+    """Start one rank in a session of its own. All ranks share ``folder``: their meeting point, and ``{rank}.log``."""
+    env = os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        RENDEZVOUS: str(folder / "rendezvous"),
+        "OMP_NUM_THREADS": "1",
+    }
+    with open(folder / f"{rank}.log", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            cwd=ROOT,
+            env=env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
+    """Until all have ended, one has failed (the others would wait for it for ever), or time is up."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in ranks]
+        if any(codes) or None not in codes:
+            return
+        time.sleep(0.05)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
