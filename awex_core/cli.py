@@ -27,8 +27,7 @@ from awex_core.errors import AwexError, ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from awex_core.meta.messages import EngineView, SyncView, WriterInfo
-    from awex_core.meta.store import JobStatus
+    from awex_core.meta.messages import EngineView, JobStatus, SyncView, WriterInfo
 
 DEFAULT_PORT = 7790
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -46,13 +47,13 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         host, _, port = self.meta_server.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
             raise ConfigError(f"meta server address {self.meta_server!r} is not HOST:PORT, for example 127.0.0.1:8900")
         _check_choice("transport", self.transport, get_args(TransportName))
         _check_choice("verify", self.verify, get_args(VerifyMode))
         for name in ("sync_timeout_s", "connect_timeout_s", "bucket_nbytes"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
 
     def __repr__(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "token"}

@@ -110,8 +110,7 @@ class EngineController:
         since = 0
         while True:
             try:
-                current = since
-                view = await self._call(lambda: self._client.watch(current, _WATCH_S))
+                view = await asyncio.to_thread(self._client.watch, since, _WATCH_S)
                 # A restarted server counts from the beginning again.
                 since = view.revision
                 await self._step(view)

@@ -8,6 +8,7 @@
     ├── TransferError        bytes could not be moved; names the peer
     ├── VerifyError          the bytes that arrived are not the bytes that were sent
     ├── MetaServerError      the meta server refused a request, or could not be reached
+    │   ├── Refused          the request cannot be granted; its code says of which kind
     │   ├── Unauthorized     wrong or missing token
     │   ├── Fenced           a newer incarnation or version has taken this caller's place
     │   └── Unreachable      no answer within the time limit
@@ -63,6 +64,14 @@ class VerifyError(AwexError, RuntimeError):
 
 class MetaServerError(AwexError, RuntimeError):
     """The meta server refused a request; the message says why."""
+
+
+class Refused(MetaServerError):
+    """A request that cannot be granted. ``code`` is the ``ErrorReply`` code it travels as."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        super().__init__(message)
 
 
 class Unauthorized(MetaServerError):

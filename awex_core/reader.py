@@ -207,8 +207,9 @@ class WeightReader:
         session.receive(self._memory, attempt.progress, attempt.deadline)
         _write_constants(traced, self._memory)
         received = time.perf_counter()
-        self._verify(sync, traced, session, self._memory, attempt.deadline)
+        verified = self._verify(sync, traced, session, self._memory, attempt.deadline)
         attempt.figures |= {
+            "verified_nbytes": float(verified),
             "transfer_s": received - begun,
             "verify_s": time.perf_counter() - received,
             "moved_nbytes": float(attempt.progress.nbytes),
@@ -253,10 +254,11 @@ class WeightReader:
 
     def _verify(
         self, sync: SyncView, traced: TracedModel, session: ReaderSession, memory: Memory, deadline: Deadline
-    ) -> None:
+    ) -> int:
+        """Compare digests; returns the bytes that took part. Raises ``VerifyError`` when they differ."""
         mode: VerifyMode = msgspec.convert(sync.verify, VerifyMode)
         if mode == "off":
-            return
+            return 0
         tensors = traced.layout.tensors
         only = verified_tensors(tensors, mode, sync.version.number)
 
@@ -274,6 +276,7 @@ class WeightReader:
             suspects = differing_tensors(expected, actual, tensors)
             summary = f"the digest of version {sync.version} differs from the trainer's, among"
             raise VerifyError(list_faults(summary, suspects))
+        return int((traced.layout.volume * traced.layout.itemsize)[only[traced.layout.tensor]].sum())
 
     def _expected_digest(self, sync: SyncView, deadline: Deadline) -> Lanes:
         def complete(view: JobView) -> Lanes | None:

@@ -24,12 +24,13 @@ class Gap:
 def memory_overlaps(layout: Layout) -> list[tuple[int, int]]:
     """Pairs of shard rows that share memory, each pair once; empty when every byte has one owner.
 
+    A shard whose own strides lead to one byte twice is paired with itself.
     Shards whose bounding intervals do not meet are dismissed without looking at
     their strides; only interleaved ones are taken apart into runs.
     """
     low, high = memory_bounds(layout.offset, layout.extent, layout.stride, layout.itemsize)
     pairs: set[tuple[int, int]] = set()
-    for rows in _clusters(layout.buffer, low, high):
+    for rows in _clusters(layout.buffer, low, high, _folds_back(layout)):
         begin, end, owner = runs(layout, rows)
         order = np.argsort(begin, kind="stable")
         begin, end, owner = begin[order], end[order], owner[order]
@@ -41,8 +42,19 @@ def memory_overlaps(layout: Layout) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def _clusters(buffer: IntArray, low: IntArray, high: IntArray) -> Iterator[npt.NDArray[np.intp]]:
-    """Groups of two or more rows of one buffer whose bounding intervals are connected by overlaps."""
+def _folds_back(layout: Layout) -> npt.NDArray[np.bool_]:
+    """Shards that may reach one byte twice: some stride is shorter than what the smaller ones span; shape ``[N]``."""
+    step = np.where(layout.extent > 1, np.abs(layout.stride), 0)
+    order = np.argsort(step, axis=1)
+    step, extent = np.take_along_axis(step, order, axis=1), np.take_along_axis(layout.extent, order, axis=1)
+    spanned = layout.itemsize[:, None] + np.cumsum((extent - 1) * step, axis=1) - (extent - 1) * step
+    return ((extent > 1) & (step < spanned)).any(axis=1)
+
+
+def _clusters(
+    buffer: IntArray, low: IntArray, high: IntArray, alone: npt.NDArray[np.bool_]
+) -> Iterator[npt.NDArray[np.intp]]:
+    """Groups of rows of one buffer whose bounding intervals are connected by overlaps; single rows if ``alone``."""
     if not len(buffer):
         return
     order = np.lexsort((low, buffer))
@@ -53,7 +65,7 @@ def _clusters(buffer: IntArray, low: IntArray, high: IntArray) -> Iterator[npt.N
     new = np.ones(len(b), dtype=bool)
     new[1:] = lo[1:] >= np.maximum.accumulate(hi)[:-1]
     starts = np.append(np.flatnonzero(new), len(b))
-    for k in np.flatnonzero(np.diff(starts) > 1):
+    for k in np.flatnonzero((np.diff(starts) > 1) | alone[order[starts[:-1]]]):
         yield order[starts[k] : starts[k + 1]]
 
 

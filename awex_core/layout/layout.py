@@ -27,6 +27,9 @@ from awex_core.layout.dtypes import DTYPES, ITEMSIZE, dtype_code
 
 IntArray = npt.NDArray[np.int64]
 
+_MAX_REACH = 2.0**62
+"""Offsets stay below this, so that sums of them fit 64 bits."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class CanonicalTensor:
@@ -185,7 +188,9 @@ def build_layout(shards: Sequence[Shard], buffers: Sequence[Buffer], constants: 
             )
         scalar[row] = (ids[shard.tensor.name], shard.buffer, dtype_code(shard.dtype), shard.offset)
         start[row, :n], extent[row, :n], stride[row, :n] = shard.start, shard.extent, shard.stride
-    order = np.lexsort((scalar[:, 3], scalar[:, 1], *start.T[::-1], scalar[:, 0]))
+    # Every column takes part, so that the order in which shards were given never shows in the hash.
+    ties = (*stride.T[::-1], scalar[:, 2], *extent.T[::-1])
+    order = np.lexsort((*ties, scalar[:, 3], scalar[:, 1], *start.T[::-1], scalar[:, 0]))
     scalar, start, extent, stride = scalar[order], start[order], extent[order], stride[order]
     layout = Layout(
         tensors=tensors,
@@ -216,11 +221,13 @@ def _distinct_tensors(shards: Iterable[Shard]) -> tuple[CanonicalTensor, ...]:
 
 def check_layout(layout: Layout) -> None:
     """Raise ``LayoutError`` unless every box fits its tensor and all memory fits its buffer."""
+    for constant in layout.constants:
+        _check_constant(constant, layout.buffers)
     if not len(layout):
         return
     shape = shape_columns(layout.tensors, layout.ndim)[layout.tensor]
-    end = layout.start + layout.extent
-    outside = ((layout.start < 0) | (layout.extent < 1) | (end > shape)).any(axis=1)
+    # Written so that no sum can wrap around, whatever a message says.
+    outside = ((layout.start < 0) | (layout.extent < 1) | (layout.extent > shape - layout.start)).any(axis=1)
     if outside.any():
         bad = layout.shard(int(np.flatnonzero(outside)[0]))
         raise LayoutError(
@@ -229,6 +236,9 @@ def check_layout(layout: Layout) -> None:
         )
     if (layout.buffer < 0).any() or (layout.buffer >= len(layout.buffers)).any():
         raise LayoutError(f"a shard names a buffer that does not exist (there are {len(layout.buffers)})")
+    reach = np.abs(np.multiply(layout.extent - 1, layout.stride, dtype=np.float64)).sum(axis=1)
+    if (reach + np.abs(layout.offset.astype(np.float64)) >= _MAX_REACH).any():
+        raise LayoutError("a shard's offset or strides reach further than any memory")
     low, high = memory_bounds(layout.offset, layout.extent, layout.stride, layout.itemsize)
     size = np.asarray([buffer.nbytes for buffer in layout.buffers], dtype=np.int64)[layout.buffer]
     beyond = (low < 0) | (high > size)
@@ -239,6 +249,28 @@ def check_layout(layout: Layout) -> None:
         raise LayoutError(
             f"{bad.tensor.name}: the shard at {bad.start} occupies bytes [{low[row]}, {high[row]}) of buffer "
             f"{buffer.name!r}, which has {buffer.nbytes}"
+        )
+
+
+def _check_constant(constant: Constant, buffers: Sequence[Buffer]) -> None:
+    if not 0 <= constant.buffer < len(buffers):
+        raise LayoutError(f"a constant names a buffer that does not exist (there are {len(buffers)})")
+    buffer, size = buffers[constant.buffer], ITEMSIZE[dtype_code(constant.dtype)]
+    if len(constant.extent) != len(constant.stride) or min(constant.extent, default=1) < 1:
+        raise LayoutError(
+            f"a constant in buffer {buffer.name!r} has extent {constant.extent} and stride {constant.stride}"
+        )
+    if len(constant.value) != size:
+        raise LayoutError(
+            f"a constant in buffer {buffer.name!r} has a value of {len(constant.value)} bytes; "
+            f"an element of {constant.dtype} has {size}"
+        )
+    steps = [(extent - 1) * stride for extent, stride in zip(constant.extent, constant.stride, strict=True)]
+    low = constant.offset + sum(step for step in steps if step < 0)
+    high = constant.offset + sum(step for step in steps if step > 0) + size
+    if low < 0 or high > buffer.nbytes:
+        raise LayoutError(
+            f"a constant occupies bytes [{low}, {high}) of buffer {buffer.name!r}, which has {buffer.nbytes}"
         )
 
 

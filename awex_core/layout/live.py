@@ -94,7 +94,7 @@ class ShardCollector:
                 start=tuple(start),
                 extent=tuple(view.shape),
                 buffer=self.buffer_of(view, name),
-                offset=view.storage_offset() * view.itemsize,
+                offset=int(view.storage_offset()) * view.itemsize,
                 stride=tuple(s * view.itemsize for s in view.stride()),
                 dtype=stored,
             )

@@ -60,6 +60,9 @@ def split_into_boxes(
     for count, step, at in zip(source.extent, source.stride, memory.stride, strict=True):
         if count > 1:
             runs += _axes_of(shape, canonical, start, count, step, at)
+    for axis, size in enumerate(shape):
+        if start[axis] + sum((run.count - 1) * run.step for run in runs if run.axis == axis) >= size:
+            raise LayoutError(f"a view of a tensor of shape {shape} steps over the end of axis {axis}")
     boxes, loose = _one_run_per_axis(len(shape), runs)
     if math.prod(run.count for run in loose) > MAX_BOXES:
         raise LayoutError(f"a view of a tensor of shape {shape} falls into more than {MAX_BOXES} boxes")

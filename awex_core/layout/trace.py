@@ -92,7 +92,7 @@ class TracedTensor(torch.Tensor):
         sources: frozenset[str] = frozenset(),
         casts: tuple[torch.dtype, ...] = (),
     ) -> TracedTensor:
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -105,18 +105,18 @@ class TracedTensor(torch.Tensor):
         self.opaque = opaque
         self.sources = sources or frozenset(piece.tensor.name for piece in pieces)
         self.casts = casts
-        return self  # type: ignore[no-any-return]
+        return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
     meta: torch.Tensor
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub is nameless
         return f"TracedTensor({', '.join(sorted(self.sources))}, shape={tuple(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without cls
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Reached only outside a recorder, after the trace is over.
@@ -127,7 +127,7 @@ class _Recorder(TorchDispatchMode):
     """Sees every operator while the loader runs."""
 
     def __init__(self, tracked: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.storages: list[torch.UntypedStorage] = []
         self._index: dict[int, int] = {}
@@ -211,12 +211,12 @@ class _Recorder(TorchDispatchMode):
     def _record_piece(self, buffer: int, region: torch.Tensor, piece: _Piece) -> None:
         size = region.element_size()
         source = Strided(
-            offset=piece.meta.storage_offset(),
+            offset=int(piece.meta.storage_offset()),
             extent=tuple(region.shape),
             stride=tuple(piece.meta.stride()),
         )
         memory = Strided(
-            offset=region.storage_offset() * size,
+            offset=int(region.storage_offset()) * size,
             extent=tuple(region.shape),
             stride=tuple(s * size for s in region.stride()),
         )
@@ -236,7 +236,7 @@ class _Recorder(TorchDispatchMode):
             Constant(
                 extent=tuple(target.shape),
                 buffer=buffer,
-                offset=target.storage_offset() * size,
+                offset=int(target.storage_offset()) * size,
                 stride=tuple(s * size for s in target.stride()),
                 dtype=str(target.dtype).removeprefix("torch."),
                 value=bytes(element.tolist()),

@@ -5,6 +5,7 @@ Columns travel as little-endian arrays, so 20,000 shards take about 2 MB and dec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -20,6 +21,9 @@ FORMAT_VERSION = 1
 
 MAX_NDIM = 8
 """More dimensions than any weight has; bounds what a hostile message can make us allocate."""
+
+MAX_SIZE = 1 << 60
+"""More elements than any tensor and more bytes than any buffer has; keeps arithmetic within 64 bits."""
 
 
 class _WireConstant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -96,6 +100,11 @@ def decode_layout(data: bytes) -> Layout:
         raise LayoutError(f"layout has {wire.ndim} dimension columns but holds a tensor with more dimensions")
     if len(wire.buffer_names) != len(wire.buffer_nbytes):
         raise LayoutError(f"layout has {len(wire.buffer_names)} buffer names and {len(wire.buffer_nbytes)} sizes")
+    if any(not 0 <= nbytes <= MAX_SIZE for nbytes in wire.buffer_nbytes):
+        raise LayoutError(f"layout has a buffer of less than 0 or more than {MAX_SIZE} bytes")
+    for c in wire.constants:
+        if len(c.extent) > MAX_NDIM or max(map(abs, (*c.extent, *c.stride, c.offset))) > MAX_SIZE:
+            raise LayoutError(f"layout has a constant of more than {MAX_NDIM} dimensions or {MAX_SIZE} bytes")
     tensor = _unpack(wire.tensor, "<i4", None)
     count = len(tensor)
     layout = Layout(
@@ -159,6 +168,8 @@ def _tensors(names: list[str], shapes: list[tuple[int, ...]], dtypes: bytes) -> 
         raise LayoutError("a tensor has a dtype this version does not know; upgrade this side")
     if any(size < 1 for shape in shapes for size in shape):
         raise LayoutError("a tensor has a dimension below 1")
+    if any(math.prod(shape) > MAX_SIZE for shape in shapes):
+        raise LayoutError(f"a tensor has more than {MAX_SIZE} elements")
     if sorted(set(names)) != names:
         raise LayoutError("tensor names are not sorted and distinct")
     return tuple(

@@ -19,7 +19,8 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncTimeout, Unauthorized, Unreachable
+from awex_core.errors import ConfigError, Fenced, MetaServerError, Refused, SyncTimeout, Unauthorized, Unreachable
+from awex_core.layout import content_hash
 from awex_core.meta.messages import (
     Announce,
     EngineOutcome,
@@ -29,6 +30,7 @@ from awex_core.meta.messages import (
     GetReply,
     Heartbeat,
     HeartbeatReply,
+    JobStatus,
     JobView,
     JoinController,
     JoinReply,
@@ -48,7 +50,6 @@ from awex_core.meta.messages import (
     WorkerInfo,
     WriterInfo,
 )
-from awex_core.meta.store import JobStatus, Refused, blob_hash
 from awex_core.version import INITIAL, Version
 
 T = TypeVar("T")
@@ -247,7 +248,7 @@ class MetaClient:
 
     def put_blob(self, data: bytes) -> str:
         """Keep ``data`` on the server and return its hash; nothing is sent when it is there already."""
-        name = blob_hash(data)
+        name = content_hash(data)
         if self._send("HEAD", f"/blobs/{name}", missing_ok=True).status_code != 200:
             self._send("PUT", f"/blobs/{name}", content=data)
         return name
@@ -260,7 +261,7 @@ class MetaClient:
             MetaServerError: when what came is not what the name says.
         """
         data = self._send("GET", f"/blobs/{name}").content
-        if blob_hash(data) != name:
+        if content_hash(data) != name:
             raise MetaServerError(
                 f"blob {name} from meta server {self.address} arrived as {len(data)} bytes of another hash"
             )

@@ -126,6 +126,23 @@ class JobView(_Message, frozen=True):
     sync: SyncView | None
 
 
+class Forming(_Message, frozen=True):
+    """A trainer run that is still missing some of its ranks."""
+
+    run: str
+    world: int
+    missing: list[int]
+
+
+class JobStatus(_Message, frozen=True):
+    """What ``GET /v1/jobs/{job}`` shows to people, in JSON."""
+
+    job: str
+    lease_s: float
+    forming: Forming | None
+    view: JobView
+
+
 # Requests. Each is the body of the POST of the same name (``JoinWriter`` -> ``join_writer``).
 
 

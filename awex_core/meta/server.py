@@ -1,7 +1,7 @@
 """The meta server: one ``JobStore`` per job, over HTTP and msgpack, behind a bearer token.
 
     POST /v1/jobs/{job}/{request}       one request of ``messages``, by its snake_case name
-    PUT, GET, HEAD /v1/jobs/{job}/blobs/{hash}   raw bytes, named by their ``blob_hash``
+    PUT, GET, HEAD /v1/jobs/{job}/blobs/{hash}   raw bytes, named by their ``content_hash``
     GET  /v1/jobs/{job}                 the job in JSON, for people
     GET  /health                        no token needed
 
@@ -30,10 +30,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from awex_core.errors import ConfigError, Fenced, MetaServerError
+from awex_core.errors import ConfigError, Fenced, MetaServerError, Refused
+from awex_core.layout import content_hash
 from awex_core.meta import messages
+from awex_core.meta.limits import Limits
 from awex_core.meta.messages import ErrorReply, Get, GetReply, Watch
-from awex_core.meta.store import JobStore, Limits, Refused, blob_hash
+from awex_core.meta.store import JobStore
 
 DEFAULT_LEASE_S = 10.0
 DEFAULT_MAX_BODY = 128 << 20
@@ -247,7 +249,7 @@ class _Service:
     async def _put_blob(self, request: Request) -> Response:
         name = _blob_name(request)
         data = await self._body(request, self._max_body)
-        found = await asyncio.to_thread(blob_hash, data)
+        found = await asyncio.to_thread(content_hash, data)
         if found != name:
             raise Refused("invalid", f"the body of {len(data)} bytes has the hash {found}, not {name}")
         # A writer puts its layout before it joins, so this may be the first that is heard of a job.

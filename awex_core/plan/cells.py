@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,10 +35,15 @@ class SourceIndex:
     cell_first: IntArray
     cell_count: IntArray
 
-    @property
+    @functools.cached_property
     def ids(self) -> dict[str, int]:
         """Tensor index by name."""
         return {spec.name: index for index, spec in enumerate(self.tensors)}
+
+    def find(self, tensors: Sequence[CanonicalTensor]) -> IntArray:
+        """Index of each tensor by its name, -1 where there is none; shape ``[T]``."""
+        names = [spec.name for spec in tensors]
+        return np.fromiter(map(self.ids.get, names, itertools.repeat(-1)), dtype=np.int64, count=len(names))
 
 
 def index_sources(layouts: Sequence[Layout]) -> SourceIndex:

@@ -95,8 +95,7 @@ def plan_copies(
         PlanError: a destination element would be written never or twice, or a
             piece has another shape or a dtype no rule converts.
     """
-    ids = sources.ids
-    to_source = np.asarray([ids.get(spec.name, -1) for spec in destination.tensors], dtype=np.int64)
+    to_source = sources.find(destination.tensors)
     ndim = max(destination.ndim, sources.start.shape[1])
     start, extent = pad_columns(destination.start, ndim, 0), pad_columns(destination.extent, ndim, 1)
     cell_start, cell_extent = pad_columns(sources.start, ndim, 0), pad_columns(sources.extent, ndim, 1)
@@ -164,7 +163,10 @@ def _check(sources: SourceIndex, table: CopyTable, to_source: IntArray, rank: in
 
 
 def _shape_faults(sources: SourceIndex, destination: Layout, to_source: IntArray, rank: int) -> Iterable[str]:
-    for spec, source in zip(destination.tensors, to_source.tolist(), strict=True):
+    found = to_source.tolist()
+    if [spec.shape for spec in destination.tensors] == [sources.tensors[source].shape for source in found]:
+        return
+    for spec, source in zip(destination.tensors, found, strict=True):
         if source >= 0 and sources.tensors[source].shape != spec.shape:
             yield (
                 f"{spec.name}: destination rank {rank} expects shape {spec.shape}, "
@@ -202,11 +204,12 @@ def _dtype_faults(sources: SourceIndex, table: CopyTable, rank: int) -> Iterable
         mine = table.src_rank == source
         source_dtype[mine] = layout.dtype[table.src_row[mine]]
     destination_dtype = table.destination.dtype[table.dst_row]
-    for pair in np.unique(np.stack([source_dtype, destination_dtype], axis=1), axis=0):
-        have, want = DTYPES[int(pair[0])], DTYPES[int(pair[1])]
+    pair = source_dtype * len(DTYPES) + destination_dtype
+    for code in np.flatnonzero(np.bincount(pair)).tolist():
+        have, want = DTYPES[code // len(DTYPES)], DTYPES[code % len(DTYPES)]
         if can_convert(have, want):
             continue
-        for copy in np.flatnonzero((source_dtype == pair[0]) & (destination_dtype == pair[1])):
+        for copy in np.flatnonzero(pair == code):
             shard = table.destination.shard(int(table.dst_row[copy]))
             yield (
                 f"{shard.tensor.name}: source rank {int(table.src_rank[copy])} holds {have}, "

@@ -98,7 +98,8 @@ def _dimensions(table: CopyTable, source: Layout) -> _Dims:
     destination, ndim = table.destination, table.start.shape[1]
     src_start, src_stride = _side(source, table.src_row, ndim)
     dst_start, dst_stride = _side(destination, table.dst_row, ndim)
-    shape = shape_columns(destination.tensors, ndim)[destination.tensor[table.dst_row]]
+    used, which = np.unique(destination.tensor[table.dst_row], return_inverse=True)
+    shape = shape_columns([destination.tensors[t] for t in used.tolist()], ndim)[which]
     inner = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1]
     canonical_stride = np.concatenate([inner[:, 1:], np.ones((len(table), 1), dtype=np.int64)], axis=1)
     base = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from awex_core.layout.dtypes import DTYPES
@@ -20,19 +21,28 @@ _MIN_BUCKETS = 16
 _MIN_BUCKET_BYTES = 4 << 20
 
 
+DIRECT_BYTES = 1 << 20
+"""Pieces from this size on are worth a message of their own where that spares a copy."""
+
+
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces ``begin .. end`` of a program, each at ``offset[k - begin]`` of ``nbytes`` packed bytes."""
+    """Pieces ``begin .. end`` of a program, each at ``offset[k - begin]`` of ``nbytes`` packed bytes.
+
+    ``alone``: one piece that needs no packing at an end where its bytes already lie in a row.
+    """
 
     begin: int
     end: int
     offset: IntArray
     nbytes: int
+    alone: bool = False
 
 
 def bucket_size(total: int, limit: int) -> int:
     """Bytes per bucket for ``total`` bytes of one pair: small enough to overlap packing, wire and unpacking."""
-    return min(limit, max(_MIN_BUCKET_BYTES, -(-total // _MIN_BUCKETS)))
+    size = min(limit, max(_MIN_BUCKET_BYTES, -(-total // _MIN_BUCKETS)))
+    return max(size // ALIGNMENT, 1) * ALIGNMENT
 
 
 def split_pieces(program: CopyProgram, limit: int) -> CopyProgram:
@@ -62,31 +72,55 @@ def _split_along(program: CopyProgram, axis: str, room: IntArray) -> CopyProgram
     )
 
 
-def make_buckets(program: CopyProgram, limit: int) -> list[Bucket]:
+def make_buckets(program: CopyProgram, limit: int, alone: npt.NDArray[np.bool_] | None = None) -> list[Bucket]:
     """Deal the pieces of a program, in order, into buckets of at most ``limit`` bytes.
 
-    Every piece must fit a bucket (see ``split_pieces``).
+    Every piece must fit a bucket (see ``split_pieces``), and ``limit`` be a multiple of ``ALIGNMENT``.
+    The pieces marked in ``alone`` get a bucket each.
     """
     size = -(-program.nbytes // ALIGNMENT) * ALIGNMENT
     ends = np.cumsum(size)
+    lonely = np.flatnonzero(alone) if alone is not None else np.empty(0, dtype=np.intp)
     buckets, begin = [], 0
     while begin < len(size):
         base = int(ends[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(ends, base + limit, side="right")))
+        following = int(np.searchsorted(lonely, begin))
+        stop = int(lonely[following]) if following < len(lonely) else len(size)
+        if stop == begin:
+            buckets.append(Bucket(begin, begin + 1, np.zeros(1, dtype=np.int64), int(program.nbytes[begin]), True))
+            begin += 1
+            continue
+        end = min(stop, max(begin + 1, int(np.searchsorted(ends, base + limit, side="right"))))
         offset = ends[begin:end] - size[begin:end] - base
         buckets.append(Bucket(begin, end, offset, int(ends[end - 1]) - base))
         begin = end
     return buckets
 
 
+def unpacked_pieces(program: CopyProgram) -> npt.NDArray[np.bool_]:
+    """Large pieces whose bytes already lie in a row at one end at least, as the wire wants them; shape ``[K]``."""
+    source = (program.src_dtype == program.dst_dtype) & _in_a_row(program, "src")
+    return (program.nbytes >= DIRECT_BYTES) & (source | _in_a_row(program, "dst"))
+
+
+def _in_a_row(program: CopyProgram, side: str) -> npt.NDArray[np.bool_]:
+    row_stride, col_stride = getattr(program, f"{side}_row_stride"), getattr(program, f"{side}_col_stride")
+    row = program.cols * program.dst_itemsize
+    return ((col_stride == program.dst_itemsize) | (program.cols == 1)) & ((row_stride == row) | (program.rows == 1))
+
+
 class BucketViews:
-    """The pieces of one bucket as pairs of views: where they live, and where they lie packed."""
+    """The pieces of one bucket as pairs of views: where they live, and where they lie packed.
+
+    ``in_place`` is the live memory itself, flat, where it can be sent or received without packing.
+    """
 
     def __init__(self, program: CopyProgram, bucket: Bucket, memory: Memory, side: str) -> None:
         self._live = [descriptor_view(program, k, memory, side) for k in range(bucket.begin, bucket.end)]
         self._dtypes = [getattr(torch, DTYPES[int(code)]) for code in program.dst_dtype[bucket.begin : bucket.end]]
         self._offsets = bucket.offset.tolist()
         self._packed: dict[int, list[torch.Tensor]] = {}
+        self.in_place = self._only_piece() if bucket.alone else None
 
     def pack(self, staging: torch.Tensor) -> None:
         """Gather the live pieces into ``staging``, casting to the destination's dtype."""
@@ -95,6 +129,11 @@ class BucketViews:
     def unpack(self, staging: torch.Tensor) -> None:
         """Scatter the packed pieces to where they live."""
         torch._foreach_copy_(self._live, self._views(staging))
+
+    def _only_piece(self) -> torch.Tensor | None:
+        live = self._live[0]
+        usable = live.is_contiguous() and live.dtype == self._dtypes[0]
+        return live.view(-1).view(torch.uint8) if usable else None
 
     def _views(self, staging: torch.Tensor) -> list[torch.Tensor]:
         # Staging buffers are few and reused, so their views are made once.

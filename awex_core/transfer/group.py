@@ -27,13 +27,16 @@ from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
 from awex_core.transfer.base import Deadline, Programs, Progress
-from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_buckets, split_pieces
+from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_buckets, split_pieces, unpacked_pieces
 
 logger = logging.getLogger(__name__)
 
 NAME = "nccl"
 SLOTS = 3
 """Staging buckets per rank: one being packed or unpacked, one on the wire, one waiting."""
+
+IN_FLIGHT = 64
+"""Transfers under way per rank; those beyond ``SLOTS`` use live memory, and hide each other's handshakes."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def _backend(store: dist.Store, rank: int, size: int, device: torch.device, inte
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface)]
     options._threads = 2
@@ -125,12 +128,24 @@ class _Transfer:
     views: BucketViews
 
 
+@dataclass
+class _Pending:
+    """A transfer on its way: ``wire`` is the memory it uses, part of ``slot`` where it is staged."""
+
+    transfer: _Transfer
+    wire: torch.Tensor
+    slot: torch.Tensor | None
+    work: Any = None
+
+
 class _Pipeline:
     """What both ends share: staging slots, the common order, the wait with a name in its error."""
 
     def __init__(self, group: Group, rank: int, limit: int, sending: bool) -> None:
         self._group, self._rank, self._limit, self._sending = group, rank, limit, sending
         self._slots: list[torch.Tensor] = []
+        self._free: deque[torch.Tensor] = deque()
+        self._pending: deque[_Pending] = deque()
         self._cached: tuple[Programs, tuple[int, ...], list[_Transfer]] | None = None
 
     def transfers(self, programs: Programs, memory: Memory) -> list[_Transfer]:
@@ -144,20 +159,38 @@ class _Pipeline:
 
     def _keyed(self, programs: Programs, memory: Memory) -> Iterator[tuple[tuple[int, int, int, int], _Transfer]]:
         spread = max(self._group.address.writers, self._group.address.workers)
+        direct = self._group.device.type == "cpu"
         for peer, program in programs.items():
             source, destination = (self._rank, peer) if self._sending else (peer, self._rank)
-            for b, (pieces, bucket) in enumerate(plan_buckets(program, self._limit)):
+            for b, (pieces, bucket) in enumerate(plan_buckets(program, self._limit, direct=direct)):
                 views = BucketViews(pieces, bucket, memory, "src" if self._sending else "dst")
                 yield (b, (source + destination) % spread, source, destination), _Transfer(peer, bucket, views)
 
-    def slot(self, index: int, transfers: list[_Transfer], progress: Progress) -> torch.Tensor:
-        """Staging for the ``index``-th transfer; slots are as large as the largest bucket, and few."""
-        size = max(transfer.bucket.nbytes for transfer in transfers)
-        wanted = min(SLOTS, len(transfers))
-        if len(self._slots) < wanted or self._slots[0].numel() < size:
-            self._slots = [torch.empty(size, dtype=torch.uint8, device=self._group.device) for _ in range(wanted)]
+    def begin(self, transfers: list[_Transfer], progress: Progress) -> None:
+        """Provide staging for one version: few slots, as large as the largest bucket that needs one."""
+        staged = [transfer.bucket.nbytes for transfer in transfers if transfer.views.in_place is None]
+        size, count = max(staged, default=0), min(SLOTS, len(staged))
+        if len(self._slots) < count or (count and self._slots[0].numel() < size):
+            self._slots = [torch.empty(size, dtype=torch.uint8, device=self._group.device) for _ in range(count)]
+        self._free, self._pending = deque(self._slots), deque()
         progress.staging(sum(slot.numel() for slot in self._slots))
-        return self._slots[index % len(self._slots)][: transfers[index].bucket.nbytes]
+
+    def has_room(self, transfer: _Transfer) -> bool:
+        """Whether one more transfer may start before the oldest one is finished."""
+        return len(self._pending) < IN_FLIGHT and (transfer.views.in_place is not None or bool(self._free))
+
+    def claim(self, transfer: _Transfer) -> _Pending:
+        """Memory for the wire: the live memory itself, or a free slot."""
+        if transfer.views.in_place is not None:
+            return _Pending(transfer, transfer.views.in_place, None)
+        slot = self._free.popleft()
+        return _Pending(transfer, slot[: transfer.bucket.nbytes], slot)
+
+    def finish(self, pending: _Pending, progress: Progress) -> None:
+        """Give the slot back and count the bytes."""
+        if pending.slot is not None:
+            self._free.append(pending.slot)
+        progress.moved(NAME, pending.transfer.bucket.nbytes)
 
     def wait(self, work: Any, transfer: _Transfer, progress: Progress, deadline: Deadline) -> None:
         """Wait for one transfer's wire.
@@ -177,6 +210,8 @@ class _Pipeline:
         """Leave the group, drop staging and views."""
         self._group.close()
         self._slots, self._cached = [], None
+        self._free.clear()
+        self._pending.clear()
 
 
 class GroupSender(_Pipeline):
@@ -188,20 +223,22 @@ class GroupSender(_Pipeline):
     def send(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
         """Send every piece to every worker of the engine."""
         transfers = self.transfers(programs, memory)
-        pending: deque[tuple[Any, _Transfer]] = deque()
-        for index, transfer in enumerate(transfers):
-            if len(pending) == SLOTS:
-                self._finish(pending, progress, deadline)
-            slot = self.slot(index, transfers, progress)
-            transfer.views.pack(slot)
-            pending.append((self._group.send(slot, self._group.address.writers + transfer.peer), transfer))
-        while pending:
-            self._finish(pending, progress, deadline)
+        self.begin(transfers, progress)
+        for transfer in transfers:
+            while not self.has_room(transfer):
+                self._complete(progress, deadline)
+            pending = self.claim(transfer)
+            if pending.slot is not None:
+                transfer.views.pack(pending.wire)
+            pending.work = self._group.send(pending.wire, self._group.address.writers + transfer.peer)
+            self._pending.append(pending)
+        while self._pending:
+            self._complete(progress, deadline)
 
-    def _finish(self, pending: deque[tuple[Any, _Transfer]], progress: Progress, deadline: Deadline) -> None:
-        work, transfer = pending.popleft()
-        self.wait(work, transfer, progress, deadline)
-        progress.moved(NAME, transfer.bucket.nbytes)
+    def _complete(self, progress: Progress, deadline: Deadline) -> None:
+        pending = self._pending.popleft()
+        self.wait(pending.work, pending.transfer, progress, deadline)
+        self.finish(pending, progress)
 
 
 class GroupReceiver(_Pipeline):
@@ -213,25 +250,31 @@ class GroupReceiver(_Pipeline):
     def receive(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
         """Receive every piece from every writer rank."""
         transfers = self.transfers(programs, memory)
-        pending: deque[tuple[Any, _Transfer, torch.Tensor]] = deque()
-        started = 0
+        self.begin(transfers, progress)
+        ahead = 0
         for _ in transfers:
-            while started < len(transfers) and len(pending) < SLOTS:
-                slot = self.slot(started, transfers, progress)
-                ahead = transfers[started]
-                pending.append((self._group.receive(slot, ahead.peer), ahead, slot))
-                started += 1
-            work, transfer, slot = pending.popleft()
-            self.wait(work, transfer, progress, deadline)
-            transfer.views.unpack(slot)
-            progress.moved(NAME, transfer.bucket.nbytes)
+            while ahead < len(transfers) and self.has_room(transfers[ahead]):
+                pending = self.claim(transfers[ahead])
+                pending.work = self._group.receive(pending.wire, pending.transfer.peer)
+                self._pending.append(pending)
+                ahead += 1
+            pending = self._pending.popleft()
+            self.wait(pending.work, pending.transfer, progress, deadline)
+            if pending.slot is not None:
+                pending.transfer.views.unpack(pending.wire)
+            self.finish(pending, progress)
 
 
-def plan_buckets(program: CopyProgram, limit: int) -> list[tuple[CopyProgram, Bucket]]:
-    """One pair's pieces and buckets; a function of the program alone, so both ends agree."""
+def plan_buckets(program: CopyProgram, limit: int, *, direct: bool) -> list[tuple[CopyProgram, Bucket]]:
+    """One pair's pieces and buckets; a function of the program alone, so both ends agree.
+
+    ``direct`` lets large pieces travel without packing. That pays where packing costs as much as the
+    wire (CPU), and not where it is nearly free and only large messages are fast (NCCL).
+    """
     size = bucket_size(int(program.nbytes.sum()), limit)
     pieces = split_pieces(program, size)
-    return [(pieces, bucket) for bucket in make_buckets(pieces, size)]
+    alone = unpacked_pieces(pieces) if direct else None
+    return [(pieces, bucket) for bucket in make_buckets(pieces, size, alone)]
 
 
 def _first_line(error: Exception) -> str:

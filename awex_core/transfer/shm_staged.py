@@ -104,13 +104,22 @@ class Ring:
         if now - self._last_check < _ALIVE_CHECK_S:
             return
         self._last_check = now
-        if not Path(f"/proc/{self.peer_pid}").exists():
+        if not _alive(self.peer_pid):
             raise TransferError(f"{who} (process {self.peer_pid}) is gone after {progress.nbytes} bytes")
 
     def close(self) -> None:
         """Drop the mapping's name; the memory goes with the last user."""
         with suppress(FileNotFoundError):
             self.path.unlink()
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent (a zombie) does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
 
 
 def attach_ring(address: RingAddress) -> Ring:

@@ -19,9 +19,11 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from vllm_awex.commit import attach_to_api_server
+    from vllm_awex.compat import log_like_vllm
     from vllm_awex.options import add_flags
 
     if "awex" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("awex", "vllm_awex.engine", "AwexWeightTransferEngine")
+    log_like_vllm()
     add_flags()
     attach_to_api_server()

@@ -1,8 +1,9 @@
-"""The only file that touches private vLLM names. Tested with 0.32; where 0.25.1 differs, the test is for the feature."""
+"""The only file that touches private vLLM names. Tested with 0.32; what 0.25.1 lacks is found by feature test."""
 
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,15 @@ from awex_core.errors import PlanError
 Tensors = dict[str, torch.Tensor]
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
+
+
+def log_like_vllm() -> None:
+    """Show our messages where vLLM shows its own; a logging configuration of the user's for ``awex_core`` wins."""
+    ours, theirs = logging.getLogger("awex_core"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
 
 
 def api_server_modules() -> list[ModuleType]:
@@ -116,7 +126,7 @@ def process_module(module: torch.nn.Module, tensors: Tensors) -> None:
     if quant_method is not None:
         quant_method.process_weights_after_loading(module)
     if hasattr(module, "update_param_tp_status"):
-        module.update_param_tp_status()
+        module.update_param_tp_status()  # type: ignore[operator]
     layerwise._copy_and_restore_kernel_tensors(module, info)
     info.reset()
 

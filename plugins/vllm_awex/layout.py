@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from awex_core.engine import LoaderPathModule, TracedModel
 from awex_core.errors import PlanError
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 from awex_core.layout.live import Memory, flat_bytes
-from awex_core.layout.trace import Trace, trace_loader
+from awex_core.layout.trace import Loader, Trace, trace_loader
 from vllm_awex import compat
 
 
@@ -83,7 +83,7 @@ class VllmWorkerModel:
                 for name, tensor in compat.own_tensors(module).items()
             ]
             tracked = {slot.full_name: slot.meta for slot in slots}
-            trace = trace_loader(self._model.load_weights, manifest, tracked)
+            trace = trace_loader(cast(Loader, self._model.load_weights), manifest, tracked)
         by_name = {slot.full_name: slot for slot in slots}
         _check_trace(trace, by_name)
         return self._assign(trace, by_name)
@@ -94,7 +94,9 @@ class VllmWorkerModel:
         loaded = {index: slots[trace.layout.buffers[index].name] for index in sorted(used)}
         replaced = {id(slot.module) for slot in loaded.values() if not slot.direct}
         staged: dict[int, _Staged] = {}
-        self._buffers, moves, buffers = [], {}, []
+        self._buffers = []
+        moves: dict[int, tuple[int, int]] = {}
+        buffers: list[Buffer] = []
         for index, slot in loaded.items():
             moves[index] = (len(buffers), 0)
             if id(slot.module) in replaced:

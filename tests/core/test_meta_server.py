@@ -19,11 +19,11 @@ import msgspec
 import pytest
 
 from awex_core import cli
-from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncTimeout, Unauthorized, Unreachable
+from awex_core.errors import ConfigError, Fenced, MetaServerError, Refused, SyncTimeout, Unauthorized, Unreachable
+from awex_core.layout import content_hash
 from awex_core.meta import messages as m
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.server import MetaServer
-from awex_core.meta.store import Refused, blob_hash
 from awex_core.version import Version
 
 TOKEN = "a-test-token"
@@ -232,7 +232,7 @@ def test_values_are_waited_for(client):
 
 def test_a_layout_may_be_put_before_anyone_has_joined(client):
     name = client.put_blob(b"layout")
-    assert name == blob_hash(b"layout")
+    assert name == content_hash(b"layout")
     assert client.put_blob(b"layout") == name
     assert client.get_blob(name) == b"layout"
 
@@ -249,7 +249,7 @@ def test_a_blob_that_is_not_what_its_name_says_is_refused(server):
     headers = {"authorization": f"Bearer {TOKEN}"}
     response = httpx.put(url + "0" * 32, content=b"x", headers=headers, trust_env=False)
     assert error_of(response)[:2] == (400, "invalid")
-    assert blob_hash(b"x") in error_of(response)[2]
+    assert content_hash(b"x") in error_of(response)[2]
     response = httpx.put(url + "NotAHash", content=b"x", headers=headers, trust_env=False)
     assert "32 lower-case hexadecimal digits" in error_of(response)[2]
 
@@ -374,7 +374,7 @@ def test_members_join_a_restarted_server_again():
         with MetaServer(TOKEN, port=port, lease_s=0.3):
             thread.join(10)
             assert results[0].engines["e"].version == Version(4, 2)
-            assert client.get_blob(blob_hash(b"layout")) == b"layout"
+            assert client.get_blob(content_hash(b"layout")) == b"layout"
             keeper.close()
 
 

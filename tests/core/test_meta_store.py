@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from awex_core.errors import Fenced
+from awex_core.errors import Fenced, Refused
+from awex_core.layout import content_hash
 from awex_core.meta import messages as m
-from awex_core.meta.store import TERMINAL, JobStore, Limits, Refused, blob_hash
+from awex_core.meta.limits import Limits
+from awex_core.meta.store import JobStore
+from awex_core.meta.sync import TERMINAL
 from awex_core.version import Version
 
 LEASE = 10.0
@@ -43,6 +46,12 @@ def announce(rank: int = 0, number: int = 1, run: str = "run1", timeout_s: float
 
 def report(outcome: m.EngineOutcome, engine: str = "e", version: Version = FIRST, **changes):
     return m.ReportEngine(incarnation=f"{engine}-c1", version=version, outcome=outcome, **changes)
+
+
+def hold(store: JobStore, engine: str = "e", workers: int = 1, now: float = 0) -> None:
+    """All workers of an engine say that they hold the first version."""
+    for rank in range(workers):
+        assert store.report_worker(m.ReportWorker(incarnation=f"{engine}-{rank}-1", version=FIRST), now).accepted
 
 
 def beat(store: JobStore, now: float, *names: str) -> list[str]:
@@ -184,12 +193,22 @@ def test_an_engine_that_joins_after_the_writers_raises_the_epoch_too():
 
 def test_a_version_that_was_announced_here_does_not_raise_the_epoch():
     store = open_store()
+    hold(store)
     store.report_engine(report("committed"), 0)
     store.join_controller(controller(version=Version(1, 1)), 0)
     assert store.view(0).epoch == 1
 
 
 # Engines
+
+
+def test_workers_are_shown_by_rank_and_engines_by_name():
+    store = new_store()
+    for engine, rank in (("b", 2), ("b", 0), ("a", 0), ("b", 1)):
+        store.join_worker(worker(engine, rank, 3), 0)
+    view = store.view(0)
+    assert list(view.engines) == ["a", "b"]
+    assert [info.rank for info in view.engines["b"].workers] == [0, 1, 2]
 
 
 def test_an_engine_is_live_with_all_workers_and_a_controller():
@@ -333,6 +352,7 @@ def test_a_rank_may_announce_again_until_the_version_is_done():
     revision = store.revision
     store.announce(announce(), 0)
     assert store.revision == revision
+    hold(store)
     store.report_engine(report("committed"), 0)
     with pytest.raises(Fenced, match=r"version 1.1 is not newer than 1.1: the current version is 1.1, which is done"):
         store.announce(announce(), 0)
@@ -404,6 +424,7 @@ def test_an_engine_commits():
     assert store.report_engine(report("updating", figures={"bytes": 5}), 0).accepted
     assert not store.report_engine(report("pending"), 0).accepted
     assert (entry(store).outcome, entry(store).figures) == ("updating", {"bytes": 5})
+    hold(store)
     assert store.report_engine(report("committed", figures={"pull_s": 1.5}), 0).accepted
     assert sync_of(store).state == "done"
     assert entry(store).figures == {"bytes": 5, "pull_s": 1.5}
@@ -411,8 +432,23 @@ def test_an_engine_commits():
     assert (view.state, view.version, view.reason) == ("ready", Version(1, 1), "")
 
 
+def test_an_engine_commits_only_when_all_its_workers_hold_the_version():
+    store = open_store(workers=3)
+    store.report_engine(report("updating"), 0)
+    hold(store, workers=1)
+    before = store.view(0)
+    reply = store.report_engine(report("committed", figures={"pull_s": 1.5}), 0)
+    assert (reply.accepted, reply.reason) == (False, "worker(s) [1, 2] of engine e have not reported version 1.1")
+    assert store.view(0) == before
+    hold(store, workers=3)
+    assert store.report_engine(report("committed", figures={"pull_s": 1.5}), 0).accepted
+    assert (entry(store).outcome, entry(store).figures) == ("committed", {"pull_s": 1.5})
+    assert store.view(0).engines["e"].version == FIRST
+
+
 def test_a_recorded_outcome_stands_and_the_same_report_is_accepted_again():
     store = open_store()
+    hold(store)
     store.report_engine(report("committed"), 0)
     revision = store.revision
     assert store.report_engine(report("committed"), 0).accepted
@@ -477,6 +513,7 @@ def test_workers_do_not_commit_an_engine_that_has_a_controller():
 
 def test_a_sender_fails_an_engine_unless_its_outcome_is_recorded():
     store = open_store(engines=("a", "b"))
+    hold(store, "a")
     store.report_engine(report("committed", "a"), 0)
     replies = [
         store.report_sender(m.ReportSender(incarnation="run1-w0", version=Version(1, 1), engine=name, reason="cut"), 0)
@@ -512,6 +549,7 @@ def test_a_member_that_leaves_fails_its_engine_at_once_but_not_the_others():
 
 def test_a_writer_that_goes_leaves_committed_engines_alone():
     store = open_store(engines=("a", "b"))
+    hold(store, "a")
     store.report_engine(report("committed", "a"), 0)
     store.leave(m.Leave(incarnation="run1-w0"), 0)
     assert [entry(store, name).outcome for name in "ab"] == ["committed", "failed"]
@@ -530,6 +568,7 @@ def test_an_open_version_ends_at_its_deadline():
 def test_lapses_are_applied_before_a_late_report_even_without_a_tick():
     store = ready_store()
     store.announce(announce(timeout_s=5), 0)
+    hold(store)
     assert not store.report_engine(report("committed"), 5).accepted
     assert store.view(5).engines["e"].version == Version()
 
@@ -557,7 +596,7 @@ def test_every_change_of_the_view_bumps_the_revision():
         lambda: store.join_controller(controller(), 0),
         lambda: store.announce(announce(), 0),
         lambda: store.report_engine(report("updating"), 0),
-        lambda: store.report_engine(report("committed"), 0),
+        lambda: (hold(store), store.report_engine(report("committed"), 0)),
         lambda: store.leave(m.Leave(incarnation="e-0-1"), 0),
         lambda: store.tick(LEASE),
     ]
@@ -590,14 +629,14 @@ def test_digests_are_bounded():
 
 def test_blobs_that_live_members_name_are_kept_and_others_go():
     store = new_store(blob_bytes=10, blob_idle_s=600)
-    kept, idle = blob_hash(b"kept."), blob_hash(b"idle.")
+    kept, idle = content_hash(b"kept."), content_hash(b"idle.")
     store.put_blob(kept, b"kept.", 0)
     store.put_blob(idle, b"idle.", 0)
     store.put_blob(idle, b"idle.", 0)
     with refused("too_large", "may keep 10 bytes"):
-        store.put_blob(blob_hash(b"more"), b"more", 599)
+        store.put_blob(content_hash(b"more"), b"more", 599)
     store.join_writer(writer(layout=kept), 599)
-    store.put_blob(blob_hash(b"more"), b"more", 600)
+    store.put_blob(content_hash(b"more"), b"more", 600)
     assert store.get_blob(kept) == b"kept."
     with refused("unknown", f"no blob {idle}"):
         store.get_blob(idle)
@@ -608,7 +647,7 @@ def test_blobs_that_live_members_name_are_kept_and_others_go():
 
 def test_asking_for_a_blob_keeps_it():
     store = new_store(blob_idle_s=600)
-    name = blob_hash(b"x")
+    name = content_hash(b"x")
     assert not store.has_blob(name, 0)
     store.put_blob(name, b"x", 0)
     assert store.has_blob(name, 500)

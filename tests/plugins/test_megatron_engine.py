@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,15 +201,20 @@ print(json.dumps({name: value for name, value in vars(args).items() if name.star
 def megatron_training() -> Path:
     """Folder of the unpacked wheel, fetched once with pip."""
     cache = Path(os.environ.get("AWEX_TEST_CACHE", ROOT / ".cache")) / MEGATRON_TRAINING.replace("==", "-")
-    if not (cache / "megatron" / "training").is_dir():
-        options = ["--quiet", "--no-deps", "--only-binary=:all:", "--python-version=3.12", f"--dest={cache}"]
-        command = [sys.executable, "-m", "pip", "download", *options, MEGATRON_TRAINING]
-        subprocess.run(command, check=True, timeout=90)
-        for wheel in cache.glob("*.whl"):
-            zipfile.ZipFile(wheel).extractall(cache)
+    if not cache.is_dir():
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
+            options = ["--quiet", "--no-deps", "--only-binary=:all:", "--python-version=3.12", f"--dest={folder}"]
+            command = [sys.executable, "-m", "pip", "download", *options, MEGATRON_TRAINING]
+            subprocess.run(command, check=True, timeout=90)
+            (wheel,) = Path(folder).glob("*.whl")
+            zipfile.ZipFile(wheel).extractall(Path(folder) / "unpacked")
+            # Renamed when it is complete, so that an interrupted run leaves nothing half done.
+            (Path(folder) / "unpacked").rename(cache)
     return cache
 
 
+@pytest.mark.timeout(240)
 def test_megatrons_parser_takes_our_arguments():
     given = ["--weight-sync-backend=awex", "--weight-sync-meta-server=host:89", "--weight-sync-interval=4"]
     done = subprocess.run(

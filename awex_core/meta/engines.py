@@ -1,0 +1,135 @@
+"""The engines of a job: their workers, their elected controller, and what it last said."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from awex_core.errors import Refused
+from awex_core.meta.limits import MAX_REASON
+from awex_core.meta.members import AnySeat, Members, Seat, describe, where
+from awex_core.meta.messages import EngineState, EngineView, JoinController, WorkerInfo
+from awex_core.meta.pulse import Pulse
+from awex_core.version import INITIAL, Version
+
+LEASES_UNTIL_DROPPED = 10
+"""An engine all of whose members have been gone for this many leases is forgotten."""
+
+
+@dataclass
+class Engine:
+    """One engine: its workers by rank, its controller, and what the controller last said."""
+
+    name: str
+    world: int = 0
+    controlled: bool = True
+    workers: dict[int, Seat[WorkerInfo]] = field(default_factory=dict)
+    controller: Seat[JoinController] | None = None
+    state: EngineState = "ready"
+    version: Version = INITIAL
+    reason: str = ""
+    generation: int = 1
+
+    @property
+    def live(self) -> bool:
+        present = sum(not seat.gone for seat in self.workers.values())
+        return 0 < self.world == present and (not self.controlled or self.elected is not None)
+
+    @property
+    def elected(self) -> Seat[JoinController] | None:
+        return self.controller if self.controller is not None and not self.controller.gone else None
+
+    def dropped_at(self, lease_s: float) -> float:
+        """When this engine is forgotten: infinity while any of its members is there."""
+        seats: list[AnySeat] = [*self.workers.values()]
+        if self.controller is not None:
+            seats.append(self.controller)
+        if any(not seat.gone for seat in seats):
+            return math.inf
+        return max((seat.until for seat in seats), default=-math.inf) + LEASES_UNTIL_DROPPED * lease_s
+
+    def view(self) -> EngineView:
+        elected = self.elected
+        return EngineView(
+            engine=self.name,
+            state=self.state,
+            version=self.version,
+            reason=self.reason,
+            generation=self.generation,
+            live=self.live,
+            controller=elected.incarnation if elected else "",
+            workers=[self.workers[rank].info for rank in sorted(self.workers) if not self.workers[rank].gone],
+        )
+
+
+class Engines:
+    """All engines, by name."""
+
+    def __init__(self, members: Members, pulse: Pulse) -> None:
+        self.by_name: dict[str, Engine] = {}
+        self._members = members
+        self._pulse = pulse
+
+    def named(self, name: str) -> Engine:
+        """The engine of this name, which is new when nobody has named it before."""
+        if not name:
+            raise Refused("invalid", "the engine's name is empty; give each engine of a job its own name")
+        return self.by_name.setdefault(name, Engine(name))
+
+    def controlled_by(self, incarnation: str) -> Engine:
+        """The engine whose elected controller the caller is."""
+        seat = self._members.there(self._members.controllers, "controller", incarnation)
+        return self.by_name[seat.info.engine]
+
+    def seat_worker(self, engine: Engine, info: WorkerInfo, now: float) -> list[str]:
+        """Seat a worker; returns what became of those it cannot live with: its own rank's, or all of another shape."""
+        replaced = [
+            self._unseat(engine, seat, info)
+            for rank, seat in list(engine.workers.items())
+            if (seat.info.world, seat.info.controlled) != (info.world, info.controlled)
+            or (rank == info.rank and seat.incarnation != info.process.incarnation)
+        ]
+        engine.world, engine.controlled = info.world, info.controlled
+        self._members.place(engine.workers, info.rank, self._members.workers, info, now)
+        return replaced
+
+    def elect(self, engine: Engine, message: JoinController, now: float) -> None:
+        """Let a controller take the seat, or renew its own lease; a predecessor must stand for election again."""
+        members, incarnation, old = self._members, message.process.incarnation, engine.controller
+        if old is not None and old.incarnation != incarnation:
+            reason = f"{where(message.process)} now controls engine {engine.name}; join again to stand by"
+            members.fences.add("controller", old.incarnation, reason)
+            members.controllers.pop(old.incarnation, None)
+            engine.generation += 1
+        members.fences.lift("controller", incarnation)
+        engine.controller = members.controllers[incarnation] = members.new_seat(message, now)
+        if old is None or old.gone:
+            self._pulse.changed()
+
+    def set_state(self, engine: Engine, state: EngineState, version: Version, reason: str) -> None:
+        """Keep a controller's word on its engine."""
+        reason = reason[:MAX_REASON]
+        if (engine.state, engine.version, engine.reason) != (state, version, reason):
+            engine.state, engine.version, engine.reason = state, version, reason
+            self._pulse.changed()
+
+    def drop_gone(self, now: float) -> None:
+        """Forget the engines all of whose members have long been gone."""
+        for engine in [engine for engine in self.by_name.values() if engine.dropped_at(self._members.lease_s) <= now]:
+            del self.by_name[engine.name]
+            for worker in engine.workers.values():
+                self._members.workers.pop(worker.incarnation, None)
+            if engine.controller:
+                self._members.controllers.pop(engine.controller.incarnation, None)
+            self._pulse.changed()
+
+    def _unseat(self, engine: Engine, seat: Seat[WorkerInfo], by: WorkerInfo) -> str:
+        reason = f"{describe(seat.info)} was replaced by {describe(by)}"
+        # A worker that joins again with another shape is not fenced by itself.
+        if seat.incarnation != by.process.incarnation:
+            self._members.fences.add("worker", seat.incarnation, f"{reason}; give each engine its own name")
+        del engine.workers[seat.info.rank]
+        del self._members.workers[seat.incarnation]
+        engine.generation += 1
+        self._pulse.changed()
+        return reason

@@ -1,0 +1,185 @@
+"""Who is there: seats with leases, and the fences that keep replaced members out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from awex_core.errors import Fenced, Refused
+from awex_core.meta.limits import MAX_FENCES, MAX_TEXT
+from awex_core.meta.messages import JoinController, Process, WorkerInfo, WriterInfo
+from awex_core.meta.pulse import Pulse
+
+Role = Literal["run", "writer", "worker", "controller"]
+AnyInfo: TypeAlias = WriterInfo | WorkerInfo | JoinController
+Info = TypeVar("Info", WriterInfo, WorkerInfo, JoinController)
+
+
+@dataclass
+class Seat(Generic[Info]):
+    """A member: what it said when it joined, and how long it is believed to be there.
+
+    ``until`` is when its lease ends or, once ``gone`` says why it is no longer there, when it went.
+    """
+
+    info: Info
+    until: float
+    gone: str = ""
+
+    @property
+    def incarnation(self) -> str:
+        return self.info.process.incarnation
+
+
+AnySeat: TypeAlias = Seat[WriterInfo] | Seat[WorkerInfo] | Seat[JoinController]
+
+
+class Fences:
+    """Who has been replaced, and by whom. Bounded: the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[Role, str], str] = {}
+
+    def add(self, role: Role, key: str, reason: str) -> None:
+        self._reasons[role, key] = reason
+        while len(self._reasons) > MAX_FENCES:
+            del self._reasons[next(iter(self._reasons))]
+
+    def lift(self, role: Role, key: str) -> None:
+        self._reasons.pop((role, key), None)
+
+    def check(self, role: Role, key: str) -> None:
+        """Raise ``Fenced`` when someone newer has taken this place."""
+        reason = self._reasons.get((role, key))
+        if reason is not None:
+            raise Fenced(reason)
+
+
+class Members:
+    """The seats of one job, by role and incarnation; one process may hold one in each role."""
+
+    def __init__(self, job: str, lease_s: float, most: int, pulse: Pulse) -> None:
+        self.lease_s = lease_s
+        self.writers: dict[str, Seat[WriterInfo]] = {}
+        self.workers: dict[str, Seat[WorkerInfo]] = {}
+        self.controllers: dict[str, Seat[JoinController]] = {}
+        self.fences = Fences()
+        self._job = job
+        self._most = most
+        self._pulse = pulse
+
+    def __iter__(self) -> Iterator[AnySeat]:
+        yield from self.writers.values()
+        yield from self.workers.values()
+        yield from self.controllers.values()
+
+    def seats_of(self, incarnation: str) -> list[AnySeat]:
+        """The seats of one process, gone or not."""
+        found = (self.writers.get(incarnation), self.workers.get(incarnation), self.controllers.get(incarnation))
+        return [seat for seat in found if seat is not None]
+
+    def there(self, index: dict[str, Seat[Info]], role: Role, incarnation: str) -> Seat[Info]:
+        """The seat of a member that is there; refuses everyone else."""
+        self.fences.check(role, incarnation)
+        seat = index.get(incarnation)
+        if seat is None:
+            raise Refused("unknown", f"no {role} {incarnation!r} in job {self._job!r}; join (again) first")
+        if seat.gone:
+            raise Refused("unknown", f"{role} {incarnation!r} {seat.gone}; join again first")
+        return seat
+
+    def blobs(self) -> set[str]:
+        """Hashes of the blobs that live members point at."""
+        infos = [seat.info for seat in self if not seat.gone]
+        names = {info.manifest for info in infos if isinstance(info, WriterInfo)}
+        for info in infos:
+            if not isinstance(info, JoinController):
+                names |= {info.layout, info.endpoint}
+        return names
+
+    # Leases
+
+    def new_seat(self, info: Info, now: float) -> Seat[Info]:
+        """A seat with a new lease, not yet placed anywhere."""
+        self._pulse.wake_by(now + self.lease_s)
+        return Seat(info, now + self.lease_s)
+
+    def place(
+        self, seats: dict[int, Seat[Info]], rank: int, index: dict[str, Seat[Info]], info: Info, now: float
+    ) -> None:
+        """Give ``info`` its seat, by rank and by incarnation, and a new lease."""
+        old = seats.get(rank)
+        seats[rank] = index[info.process.incarnation] = self.new_seat(info, now)
+        if old is None or old.gone or old.info != info:
+            self._pulse.changed()
+
+    def renew(self, incarnation: str, now: float) -> bool:
+        """Renew all leases of one process; false when any has lapsed, or there is none."""
+        seats = self.seats_of(incarnation)
+        if not seats or any(seat.gone for seat in seats):
+            return False
+        for seat in seats:
+            seat.until = now + self.lease_s
+        return True
+
+    # What is checked before a member gets a seat
+
+    def check(self, role: Role, info: AnyInfo, rank: int, world: int) -> None:
+        """Refuse a member that makes no sense, has been replaced, or for whom there is no room."""
+        _check_texts(info)
+        if not 0 <= rank < world:
+            raise Refused("invalid", f"{role} rank {rank} of world {world}: ranks count from 0 to world - 1")
+        incarnation = info.process.incarnation
+        # A controller that was replaced may stand by again.
+        if role != "controller":
+            self.fences.check(role, incarnation)
+        count = len(self.writers) + len(self.workers) + len(self.controllers)
+        if count >= self._most and not self.seats_of(incarnation):
+            raise Refused("too_large", f"job {self._job!r} has {count} members, as many as it may have")
+
+    def check_one_seat(self, index: dict[str, Seat[Info]], info: Info) -> None:
+        """A worker or controller may not move to another seat under one incarnation."""
+        seat = index.get(info.process.incarnation)
+        if seat is not None and _place(seat.info) != _place(info):
+            raise Refused(
+                "invalid", f"{where(info.process)} is {_place(seat.info)} already and cannot be {_place(info)} as well"
+            )
+
+
+def where(process: Process) -> str:
+    """A process, as people look for it."""
+    return f"pid {process.pid} on host {process.host}"
+
+
+def describe(info: AnyInfo) -> str:
+    """A member, for reasons: what it is and where it runs."""
+    what = f"writer rank {info.rank} of {info.world}" if isinstance(info, WriterInfo) else _place(info)
+    return f"{what} ({where(info.process)})"
+
+
+def _place(info: AnyInfo) -> str:
+    """Which seat a member asks for."""
+    if isinstance(info, WriterInfo):
+        return f"writer rank {info.rank} of run {info.run}"
+    if isinstance(info, WorkerInfo):
+        return f"worker {info.rank} of engine {info.engine}"
+    return f"controller of engine {info.engine}"
+
+
+def _check_texts(info: AnyInfo) -> None:
+    for name, value in _texts(info):
+        if len(value) > MAX_TEXT:
+            raise Refused("invalid", f"{name} has {len(value)} characters; at most {MAX_TEXT} are allowed")
+    if not info.process.incarnation:
+        raise Refused("invalid", "the incarnation is empty; draw one at random when the process starts")
+
+
+def _texts(info: msgspec.Struct) -> Iterable[tuple[str, str]]:
+    for name, value in msgspec.structs.asdict(info).items():
+        if isinstance(value, Process):
+            yield from _texts(value)
+        elif isinstance(value, str) and name != "reason":
+            yield name, value

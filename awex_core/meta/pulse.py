@@ -1,0 +1,20 @@
+"""What all parts of one job share: the count of its changes, and when time next has something to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass
+class Pulse:
+    """``revision`` rises with every change of what others see; nothing lapses before ``due``."""
+
+    revision: int = 0
+    due: float = -math.inf
+
+    def changed(self) -> None:
+        self.revision += 1
+
+    def wake_by(self, when: float) -> None:
+        self.due = min(self.due, when)

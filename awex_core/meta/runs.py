@@ -1,0 +1,131 @@
+"""The trainer's runs: the active one, the one that forms, and how one takes the other's place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from awex_core.errors import Refused
+from awex_core.meta.members import Members, Seat, describe, where
+from awex_core.meta.messages import Forming, WriterInfo
+
+
+@dataclass
+class Run:
+    """The ranks of one trainer run, by rank. Seats of an active run stay when their member goes."""
+
+    run: str
+    world: int
+    seats: dict[int, Seat[WriterInfo]] = field(default_factory=dict)
+
+    def missing(self) -> list[int]:
+        """The ranks that have not joined."""
+        return [rank for rank in range(self.world) if rank not in self.seats]
+
+    def absent(self) -> str:
+        """Who of this run is gone and why; empty when all are there."""
+        return next((f"{describe(s.info)} {s.gone}" for s in self.seats.values() if s.gone), "")
+
+
+class Runs:
+    """At most one run writes; at most one other is still missing some of its ranks."""
+
+    def __init__(self, members: Members) -> None:
+        self.active: Run | None = None
+        self.forming: Run | None = None
+        self._members = members
+
+    def join(self, info: WriterInfo, now: float) -> Run:
+        """Seat a rank in its run, which starts to form when it is new."""
+        self._members.fences.check("run", info.run)
+        run = next((run for run in (self.active, self.forming) if run is not None and run.run == info.run), None)
+        self._check(run, info)
+        run = run or self._start_forming(info)
+        self._members.place(run.seats, info.rank, self._members.writers, info, now)
+        return run
+
+    def activate(self, run: Run, epoch: int) -> str:
+        """Let a complete run take over from the one of ``epoch``; returns what to tell those who waited for that."""
+        newest = run.seats[0].info
+        if self.active is not None:
+            self._fence(self.active, f"run {self.active.run} (epoch {epoch})", newest)
+        self.active, self.forming = run, None
+        return f"run {run.run} took over, with rank 0 being {where(newest.process)}"
+
+    def lose(self, info: WriterInfo) -> bool:
+        """A rank has gone: true when it was one of the active run, which cannot go on without it."""
+        if self.forming and self.forming.run == info.run:
+            del self.forming.seats[info.rank]
+            del self._members.writers[info.process.incarnation]
+            self.forming = self.forming if self.forming.seats else None
+            return False
+        return self.active is not None and self.active.run == info.run
+
+    def writing(self, incarnation: str) -> tuple[Run, WriterInfo]:
+        """The active run and the caller, who must be one of its ranks."""
+        info = self._members.there(self._members.writers, "writer", incarnation).info
+        if self.active is None or info.run != self.active.run:
+            missing = self.forming.missing() if self.forming else []
+            raise Refused("invalid", f"run {info.run} is not complete: ranks {missing} have not joined")
+        return self.active, info
+
+    def present(self) -> list[WriterInfo]:
+        """The active run's ranks that are there, in order."""
+        seats = self.active.seats if self.active else {}
+        return [seats[rank].info for rank in sorted(seats) if not seats[rank].gone]
+
+    def waits_for(self) -> Forming | None:
+        """What the forming run is still missing."""
+        run = self.forming
+        return Forming(run=run.run, world=run.world, missing=run.missing()) if run else None
+
+    def _start_forming(self, info: WriterInfo) -> Run:
+        """A new run takes the place of one that never became complete."""
+        old = self.forming
+        if old is not None:
+            self._fence(old, f"run {old.run}, of which {len(old.seats)} of {old.world} ranks had joined,", info)
+        self.forming = Run(info.run, info.world)
+        return self.forming
+
+    def _fence(self, run: Run, subject: str, newer: WriterInfo) -> None:
+        reason = f"{subject} was replaced by run {newer.run} of {where(newer.process)}; only one trainer may write"
+        self._members.fences.add("run", run.run, reason)
+        for seat in run.seats.values():
+            self._members.fences.add("writer", seat.incarnation, reason)
+            self._members.writers.pop(seat.incarnation, None)
+
+    def _check(self, run: Run | None, info: WriterInfo) -> None:
+        held = self._members.writers.get(info.process.incarnation)
+        if held is not None and (held.info.run, held.info.rank) != (info.run, info.rank):
+            raise Refused(
+                "invalid",
+                f"{where(info.process)} is rank {held.info.rank} of run {held.info.run} already;"
+                " a restarted writer draws a new incarnation",
+            )
+        for seat in run.seats.values() if run else ():
+            check = _check_same_process if seat.info.rank == info.rank else _check_agreement
+            check(seat, info)
+
+
+def _check_agreement(seat: Seat[WriterInfo], info: WriterInfo) -> None:
+    """All ranks of a run say the same about its size and its model."""
+    for name, theirs, ours in (
+        ("world", seat.info.world, info.world),
+        ("manifest", seat.info.manifest, info.manifest),
+    ):
+        if theirs != ours:
+            raise Refused(
+                "invalid",
+                f"writer rank {info.rank} of run {info.run} says {name} {ours!r}, rank {seat.info.rank}"
+                f" says {theirs!r}; all ranks of a run must train the same model",
+            )
+
+
+def _check_same_process(seat: Seat[WriterInfo], info: WriterInfo) -> None:
+    if seat.incarnation != info.process.incarnation:
+        raise Refused(
+            "invalid",
+            f"rank {info.rank} of run {info.run} is held by {where(seat.info.process)} already, not by"
+            f" {where(info.process)}; a trainer that restarts draws a new run",
+        )
+    if seat.info.world != info.world:
+        raise Refused("invalid", f"rank {info.rank} of run {info.run} said world {seat.info.world}, now {info.world}")

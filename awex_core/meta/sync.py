@@ -1,0 +1,226 @@
+"""One version on its way: who has arrived, which engines take part, and what became of it in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from awex_core.errors import Refused
+from awex_core.meta.engines import Engine
+from awex_core.meta.limits import MAX_REASON
+from awex_core.meta.members import describe
+from awex_core.meta.messages import (
+    EngineOutcome,
+    EngineSync,
+    PublishDigest,
+    ReportEngine,
+    ReportReply,
+    ReportSender,
+    ReportWorker,
+    SyncState,
+    SyncView,
+    WorkerInfo,
+    WriterInfo,
+)
+from awex_core.meta.pulse import Pulse
+from awex_core.version import Version
+
+TERMINAL: frozenset[EngineOutcome] = frozenset({"committed", "failed"})
+
+
+@dataclass
+class Sync:
+    """One version on its way; ``deadline`` is a time, ``timeout_s`` what each of its two phases may take.
+
+    ``world`` ranks must arrive before it opens; it is done when no engine of ``parts`` is pending any more.
+    """
+
+    version: Version
+    verify: str
+    timeout_s: float
+    deadline: float
+    world: int
+    engines: Mapping[str, Engine]
+    """All engines of the job, at any time."""
+    pulse: Pulse
+    state: SyncState = "gathering"
+    arrived: set[int] = field(default_factory=set)
+    parts: dict[str, EngineSync] = field(default_factory=dict)
+    reported: dict[str, set[int]] = field(default_factory=dict)
+    digests: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    reason: str = ""
+
+    def view(self, now: float) -> SyncView:
+        return SyncView(
+            version=self.version,
+            state=self.state,
+            arrived=sorted(self.arrived),
+            engines=dict(self.parts),
+            digests={layout: dict(parts) for layout, parts in self.digests.items()},
+            verify=self.verify,
+            remaining_s=0.0 if self.state == "done" else max(0.0, self.deadline - now),
+            reason=self.reason,
+        )
+
+    def pending(self) -> list[str]:
+        """The engines that have neither committed nor failed."""
+        return [name for name, part in self.parts.items() if part.outcome not in TERMINAL]
+
+    def repeats(self, rank: int) -> bool:
+        """True when ``rank`` announces a finished version once more. A late rank does not: it comes for the outcome."""
+        return self.state == "done" and rank in self.arrived
+
+    # From gathering to done
+
+    def arrive(self, rank: int, verify: str, now: float) -> None:
+        """A writer rank is here; the version opens with the last one."""
+        if verify != self.verify:
+            raise Refused(
+                "invalid",
+                f"writer rank {rank} asks for verify={verify!r}, ranks {sorted(self.arrived)}"
+                f" asked for {self.verify!r}; all ranks must ask for the same",
+            )
+        if rank in self.arrived:
+            return
+        self.arrived.add(rank)
+        self.pulse.changed()
+        if self.state == "gathering" and len(self.arrived) == self.world:
+            self._open(now)
+
+    def _open(self, now: float) -> None:
+        """Fix the engines that take part: a torn one does, because a full update repairs it."""
+        self.state, self.deadline = "open", now + self.timeout_s
+        self.pulse.wake_by(self.deadline)
+        for name, engine in self.engines.items():
+            if engine.live and engine.state != "refused":
+                self.parts[name] = EngineSync(outcome="pending", generation=engine.generation)
+        if not self.parts:
+            self.reason = "no engine was there to receive it"
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.state == "open" and not self.pending():
+            self.state = "done"
+            self.pulse.changed()
+
+    def end(self, reason: str) -> None:
+        """End it now, failing every engine that has not finished."""
+        if self.state == "done":
+            return
+        for name in self.pending():
+            self.fail(name, reason)
+        self.state, self.reason = "done", reason[:MAX_REASON]
+        self.pulse.changed()
+
+    def apply_deadline(self, now: float) -> None:
+        """End what takes longer than it may."""
+        if self.state == "done" or now < self.deadline:
+            return
+        if self.state == "gathering":
+            self.end(self._who_is_missing())
+            return
+        for name in self.pending():
+            self.fail(name, f"not committed after {self.timeout_s:g} s; it was {self.parts[name].outcome}")
+
+    def _who_is_missing(self) -> str:
+        missing = [str(rank) for rank in range(self.world) if rank not in self.arrived]
+        plural = "s" if len(missing) > 1 else ""
+        return f"writer rank{plural} {', '.join(missing)} of {self.world} did not arrive within {self.timeout_s:g} s"
+
+    # What is said about the engines that take part
+
+    def hear_controller(self, engine: Engine, message: ReportEngine) -> ReportReply:
+        """Record a controller's word. It may commit only when all workers have said they hold the version."""
+        before = self.parts[engine.name]
+        silent = self._silent_workers(engine)
+        if message.outcome == "committed" and before.outcome not in TERMINAL and silent:
+            reason = f"worker(s) {silent} of engine {engine.name} have not reported version {message.version}"
+            return ReportReply(accepted=False, reason=reason)
+        if before.outcome not in TERMINAL and message.outcome != "pending":
+            self._update_figures(engine.name, message.figures)
+            self._progress(engine, message.outcome, message.reason or "its controller gave no reason")
+        return _answer(engine.name, before, message.outcome)
+
+    def hear_worker(self, engine: Engine, info: WorkerInfo, message: ReportWorker) -> ReportReply:
+        """Record a worker's word: a failure fails its engine, the last success commits one without a controller."""
+        before = self.parts[engine.name]
+        reported = self.reported.setdefault(engine.name, set())
+        if before.outcome not in TERMINAL and message.failed:
+            self.fail(engine.name, f"{describe(info)}: {message.reason or 'it gave no reason'}")
+        elif before.outcome not in TERMINAL and info.rank not in reported:
+            reported.add(info.rank)
+            self._add_figures(engine.name, message.figures)
+            if not engine.controlled:
+                self._progress(engine, "updating" if self._silent_workers(engine) else "committed", "")
+        return _answer(engine.name, before, "failed" if message.failed else "committed")
+
+    def hear_sender(self, info: WriterInfo, message: ReportSender) -> ReportReply:
+        """A writer rank could not serve an engine: it fails, unless its outcome is already recorded."""
+        before = self.parts[message.engine]
+        if before.outcome not in TERMINAL:
+            self.fail(message.engine, f"{describe(info)}: {message.reason}")
+        return _answer(message.engine, before, "failed")
+
+    def fail(self, name: str, reason: str) -> None:
+        """Fail an engine that has not finished. Whether it is torn is for its controller to say."""
+        if self.state != "open" or name not in self.pending():
+            return
+        if name in self.engines:
+            self.engines[name].generation += 1
+        self._record(name, "failed", reason)
+
+    def _progress(self, engine: Engine, outcome: EngineOutcome, reason: str) -> None:
+        if outcome == "failed":
+            self.fail(engine.name, reason)
+            return
+        if outcome == "committed":
+            engine.state, engine.version, engine.reason = "ready", self.version, ""
+        self._record(engine.name, outcome)
+
+    def _record(self, name: str, outcome: EngineOutcome, reason: str = "") -> None:
+        self.parts[name] = msgspec.structs.replace(self.parts[name], outcome=outcome, reason=reason[:MAX_REASON])
+        self.pulse.changed()
+        self._settle()
+
+    def _silent_workers(self, engine: Engine) -> list[int]:
+        """Workers that have not said they hold the version: all must, before the engine may commit."""
+        return sorted(set(range(engine.world)) - self.reported.get(engine.name, set()))
+
+    # Figures and digests
+
+    def _update_figures(self, name: str, figures: dict[str, float]) -> None:
+        """Later figures of a controller replace earlier ones of the same name."""
+        if figures:
+            part = self.parts[name]
+            self.parts[name] = msgspec.structs.replace(part, figures={**part.figures, **figures})
+            self.pulse.changed()
+
+    def _add_figures(self, name: str, figures: dict[str, float]) -> None:
+        """Add one more worker's figures: times (``*_s``) by the slowest, everything else by the sum."""
+        merged = dict(self.parts[name].figures)
+        for key, value in figures.items():
+            old = merged.get(key, 0.0)
+            merged[key] = max(old, value) if key.endswith("_s") else old + value
+        self._update_figures(name, merged)
+
+    def keep_digests(self, rank: int, message: PublishDigest, max_bytes: int) -> None:
+        """Keep a rank's partial digests; the same again is fine."""
+        held = {(layout, rank): len(part) for layout, parts in self.digests.items() for rank, part in parts.items()}
+        held.update({(layout, rank): len(part) for layout, part in message.digests.items()})
+        if sum(held.values()) > max_bytes:
+            raise Refused("too_large", f"digests of one version may hold {max_bytes} bytes in all")
+        for layout, digest in message.digests.items():
+            if self.digests.setdefault(layout, {}).get(rank) != digest:
+                self.digests[layout][rank] = digest
+                self.pulse.changed()
+
+
+def _answer(engine: str, before: EngineSync, claimed: EngineOutcome) -> ReportReply:
+    """Accepted when this report was recorded, or says what was recorded before it."""
+    was_open = before.outcome not in TERMINAL and claimed != "pending"
+    if was_open or before.outcome == claimed:
+        return ReportReply(accepted=True)
+    tail = f": {before.reason}" if before.reason else ""
+    return ReportReply(accepted=False, reason=f"engine {engine} is recorded as {before.outcome}{tail}")

@@ -1,0 +1,120 @@
+"""Which version comes next: epochs and numbers only rise, and one version at a time is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from awex_core.errors import Fenced, Refused
+from awex_core.meta.engines import Engine
+from awex_core.meta.limits import MAX_WAIT_S
+from awex_core.meta.messages import Announce
+from awex_core.meta.pulse import Pulse
+from awex_core.meta.runs import Run
+from awex_core.meta.sync import Sync
+from awex_core.version import Version
+
+
+class Versions:
+    """The epoch, the numbers announced in it, and the version on its way or last done (``sync``)."""
+
+    def __init__(self, engines: Mapping[str, Engine], pulse: Pulse) -> None:
+        self.epoch = 0
+        self.sync: Sync | None = None
+        self._highest_epoch = 0
+        self._last_number = -1
+        self._engines = engines
+        self._pulse = pulse
+
+    def begin_epoch(self, reason: str) -> None:
+        """Start counting anew, above every epoch seen; ``reason`` ends the version on its way."""
+        self.end(reason)
+        self.epoch = self._highest_epoch = self._highest_epoch + 1
+        self._last_number = -1
+        for engine in self._engines.values():
+            engine.generation += 1
+        self._pulse.changed()
+
+    def see(self, version: Version, engine: str, *, writing: bool) -> None:
+        """Never hand out a version that is not newer than one an engine serves.
+
+        A version beyond what was announced here is from before this server started:
+        the epoch then rises above it, as if the trainer had restarted.
+        """
+        self._highest_epoch = max(self._highest_epoch, version.epoch)
+        if writing and version > Version(self.epoch, max(self._last_number, 0)):
+            self.begin_epoch(f"engine {engine} serves {version}, from before this meta server started")
+
+    def announce(self, message: Announce, rank: int, run: Run, now: float) -> None:
+        """A rank of the active run has reached a number: the current one, or a newer one."""
+        _check(message)
+        sync = self.sync
+        if sync is None or sync.version != Version(self.epoch, message.number) or sync.repeats(rank):
+            self._check_newer(message.number)
+            sync = self._gather(message, rank, run, now)
+        sync.arrive(rank, message.verify, now)
+
+    def on_its_way(self, version: Version) -> Sync | None:
+        """``version``, as long as no newer one has been announced."""
+        return self.sync if self.sync is not None and self.sync.version == version else None
+
+    def joined_by(self, engine: str, version: Version) -> Sync | str:
+        """``version``, when the engine takes part in it; otherwise why it does not."""
+        sync = self.on_its_way(version)
+        if sync is None:
+            return f"version {version} is not on its way: {self.describe()}"
+        if sync.state == "gathering":
+            return f"version {version} is still gathering its writer ranks"
+        if engine not in sync.parts:
+            return f"engine {engine} takes no part in {version}: it was not there at its start"
+        return sync
+
+    def end(self, reason: str) -> None:
+        """End the version on its way, if there is one."""
+        if self.sync is not None:
+            self.sync.end(reason)
+
+    def fail(self, engine: str, reason: str) -> None:
+        """Fail an engine's part in the version on its way, unless its outcome is recorded."""
+        if self.sync is not None:
+            self.sync.fail(engine, reason)
+
+    def describe(self) -> str:
+        """The version on its way or last done, for messages."""
+        if self.sync is None:
+            return f"no version has been announced in epoch {self.epoch}"
+        return f"the current version is {self.sync.version}, which is {self.sync.state}"
+
+    def _gather(self, message: Announce, rank: int, run: Run, now: float) -> Sync:
+        """Start a version. A rank that goes on no longer holds the earlier one's weights, so that one ends."""
+        version = Version(self.epoch, message.number)
+        self.end(f"writer rank {rank} went on to version {version}")
+        self._last_number = message.number
+        self.sync = Sync(
+            version=version,
+            verify=message.verify,
+            timeout_s=message.timeout_s,
+            deadline=now + message.timeout_s,
+            world=run.world,
+            engines=self._engines,
+            pulse=self._pulse,
+        )
+        self._pulse.wake_by(self.sync.deadline)
+        self._pulse.changed()
+        absent = run.absent()
+        if absent:
+            self.end(absent)
+        return self.sync
+
+    def _check_newer(self, number: int) -> None:
+        if number <= self._last_number:
+            raise Fenced(
+                f"version {Version(self.epoch, number)} is not newer than {Version(self.epoch, self._last_number)}:"
+                f" {self.describe()}; announce a number above {self._last_number}"
+            )
+
+
+def _check(message: Announce) -> None:
+    if message.number < 0:
+        raise Refused("invalid", f"version number {message.number} is negative")
+    if not 0 < message.timeout_s <= MAX_WAIT_S:
+        raise Refused("invalid", f"timeout_s is {message.timeout_s}; more than 0 and at most {MAX_WAIT_S:g} allowed")

@@ -1,0 +1,107 @@
+"""Two controllers of one engine, over real HTTP: one is elected, the other stands by and takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from awex_core.config import SyncConfig
+from awex_core.controller import EngineController
+from awex_core.meta.messages import EngineView
+from awex_core.meta.server import MetaServer
+from awex_core.version import Version
+
+TOKEN = "a-test-token"
+LEASE = 0.6
+
+
+class Host:
+    """An engine of which nothing but ``prepare`` is asked for here."""
+
+    def __init__(self) -> None:
+        self.prepared = 0
+
+    async def prepare(self) -> None:
+        self.prepared += 1
+
+
+@pytest.fixture
+def server():
+    with MetaServer(TOKEN, lease_s=LEASE) as server:
+        yield server
+
+
+@asynccontextmanager
+async def control(server: MetaServer):
+    """A controller at work, until the end of the block."""
+    config = SyncConfig(meta_server=server.address, token=TOKEN, connect_timeout_s=5)
+    controller = EngineController(Host(), engine="e", config=config)
+    await controller.start()
+    work = asyncio.create_task(controller.run())
+    try:
+        yield controller
+    finally:
+        work.cancel()
+        await asyncio.to_thread(controller.close)
+
+
+def engine_seen_by(controller: EngineController) -> EngineView:
+    return controller._client.watch().engines["e"]
+
+
+async def until(condition, timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"the condition did not come true within {timeout_s} s"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("crash", "within_s"), [(False, LEASE), (True, 2 * LEASE)], ids=["leaves", "falls silent"])
+def test_the_second_controller_stands_by_quietly_and_takes_over(server, caplog, crash, within_s):
+    async def scenario() -> None:
+        async with AsyncExitStack() as end_of_first:
+            first = await end_of_first.enter_async_context(control(server))
+            async with control(server) as second:
+                assert (first.elected, second.elected) == (True, False)
+                await first._set_state("torn", "half written")
+                await until(lambda: second.state == "torn", 2)
+                await asyncio.sleep(2 * LEASE)
+                assert (first.elected, second.elected) == (True, False)
+                generation = engine_seen_by(second).generation
+
+                if crash:
+                    first._leases.close()
+                else:
+                    await end_of_first.aclose()
+                await until(lambda: second.elected, within_s)
+                view = engine_seen_by(second)
+                assert view.controller == second._process.incarnation
+                assert (view.state, view.reason, view.generation) == ("torn", "half written", generation + 1)
+                await until(lambda: second._host.prepared, 2)
+
+    with caplog.at_level(logging.INFO, logger="awex_core"):
+        asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("awex")] == []
+
+
+def test_a_controller_that_was_replaced_stands_by_and_follows(server, caplog):
+    async def scenario() -> None:
+        async with control(server) as first, control(server) as second:
+            # As if its process had been stopped for longer than a lease.
+            first._leases.remove(first._process.incarnation)
+            await until(lambda: second.elected, 3 * LEASE)
+            first._leases.add(first._process.incarnation)
+            await until(lambda: not first.elected, 2 * LEASE)
+            second.version = Version(1, 4)
+            await second._set_state("ready", "")
+            await until(lambda: first.version == Version(1, 4), 2)
+            await asyncio.sleep(LEASE)
+            assert (first.elected, second.elected) == (False, True)
+
+    with caplog.at_level(logging.INFO, logger="awex_core"):
+        asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -1,0 +1,307 @@
+"""The transports, held to the conformance suite on real processes, and what is particular to each."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from awex_core.errors import TransferError
+from awex_core.layout.live import Memory
+from awex_core.plan import CopyProgram
+from awex_core.testing.transport import Meeting, Peers, TransportTests, failure, grid_case, row_case
+from awex_core.transfer import group, shm, shm_staged
+from awex_core.transfer.base import Deadline, Programs, Progress
+
+# --- shm --------------------------------------------------------------------------------------------
+
+
+class IdleSender:
+    """The writer's end of a transport that needs nothing from it but its memory."""
+
+    def __init__(self, export: shm.ShmExport) -> None:
+        self.export = export
+
+    def send(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class ShmWiring:
+    one_sided = True
+
+    def sender(
+        self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
+    ) -> IdleSender:
+        export = shm.ShmExport(memory)
+        meeting.put(f"endpoint-{rank}", msgspec.msgpack.encode(export.endpoint))
+        return IdleSender(export)
+
+    def receiver(
+        self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
+    ) -> shm.ShmReceiver:
+        endpoints = {
+            peer: msgspec.msgpack.decode(meeting.get(f"endpoint-{peer}", deadline), type=shm.ShmEndpoint)
+            for peer in programs
+        }
+        assert not any(map(shm.why_unreadable, endpoints.values()))
+        return shm.ShmReceiver(endpoints)
+
+    def staging_nbytes(self, bucket_nbytes: int, pairs: int) -> int:
+        return 8 << 20
+
+
+class TestShm(TransportTests):
+    wiring = ShmWiring()
+
+    def test_why_unreadable(self, peers: Peers) -> None:
+        peer = peers["writer 0"]
+        endpoint = peer.call(export_something)
+        assert shm.why_unreadable(endpoint) == ""
+        assert read(endpoint, 1000) == bytes(range(256)) * 3 + bytes(range(232))
+        wrong_secret = msgspec.structs.replace(endpoint, secret=os.urandom(16))
+        assert shm.why_unreadable(wrong_secret) == f"process {peer.pid} is not the writer"
+        assert "Bad address" in shm.why_unreadable(msgspec.structs.replace(endpoint, probe=64))
+        peer.kill()
+        assert shm.why_unreadable(endpoint) == f"process_vm_readv of process {peer.pid}: No such process"
+
+    def test_memory_that_is_gone_is_an_error_and_not_half_a_read(self, peers: Peers) -> None:
+        peer = peers["writer 0"]
+        address = peer.call(map_one_page)
+        into = np.zeros(2 * mmap.PAGESIZE, dtype=np.uint8)
+        with pytest.raises(OSError, match=rf"read {mmap.PAGESIZE} of {2 * mmap.PAGESIZE} bytes"):
+            shm.read_memory(peer.pid, [address], [into.ctypes.data], [len(into)])
+
+    def test_more_runs_than_one_call_takes(self, peers: Peers) -> None:
+        """Every other byte of 5,000: the kernel takes 1,024 runs a call."""
+        endpoint = peers["writer 0"].call(export_something)
+        into = np.zeros(5000, dtype=np.uint8)
+        at = np.arange(0, 5000, 2)
+        runs = shm._Runs(endpoint.addresses[0] + at, into.ctypes.data + at, np.ones(len(at), dtype=np.int64))
+        batches = runs.batches()
+        assert [end - begin for begin, end in batches] == [1024, 1024, 452]
+        assert sum(runs.read(endpoint.pid, *batch) for batch in batches) == 2500
+        assert into[::2].tolist() == [i % 256 for i in range(0, 5000, 2)] and not into[1::2].any()
+
+
+KEPT: list[object] = []
+
+
+def export_something() -> shm.ShmEndpoint:
+    memory = Memory((torch.arange(5000, dtype=torch.int64).to(torch.uint8),))
+    export = shm.ShmExport(memory)
+    KEPT.append((memory, export))
+    return export.endpoint
+
+
+def map_one_page() -> int:
+    """Address of a page with nothing behind it."""
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    address = np.frombuffer(pages, dtype=np.uint8).ctypes.data
+    KEPT.append(pages)
+    assert shm._libc.munmap(shm.ctypes.c_void_p(address + mmap.PAGESIZE), shm.ctypes.c_size_t(mmap.PAGESIZE)) == 0
+    return address
+
+
+def read(endpoint: shm.ShmEndpoint, count: int) -> bytes:
+    into = np.zeros(count, dtype=np.uint8)
+    shm.read_memory(endpoint.pid, endpoint.addresses[:1], [into.ctypes.data], [count])
+    return into.tobytes()
+
+
+# --- shm, staged ------------------------------------------------------------------------------------
+
+
+class StagedWiring:
+    one_sided = False
+
+    def sender(
+        self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
+    ) -> shm_staged.StagedEnd:
+        rings = {}
+        for peer, program in programs.items():
+            pid = int(meeting.get(f"pid-{peer}", deadline))
+            ring = rings[peer] = shm_staged.Ring.create(
+                shm_staged.ring_slot_nbytes(program, meeting.bucket_nbytes), pid
+            )
+            assert stat.S_IMODE(ring.path.stat().st_mode) == 0o600
+            meeting.put(f"ring-{rank}-{peer}", msgspec.msgpack.encode(ring.address))
+        for ring in rings.values():
+            while not ring.attached:
+                deadline.remaining("a worker to map the ring")
+                time.sleep(0.002)
+            ring.close()
+        return shm_staged.StagedEnd(rings, writing=True)
+
+    def receiver(
+        self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
+    ) -> shm_staged.StagedEnd:
+        meeting.put(f"pid-{rank}", str(os.getpid()).encode())
+        rings = {
+            peer: shm_staged.attach_ring(
+                msgspec.msgpack.decode(meeting.get(f"ring-{peer}-{rank}", deadline), type=shm_staged.RingAddress)
+            )
+            for peer in programs
+        }
+        return shm_staged.StagedEnd(rings, writing=False)
+
+    def staging_nbytes(self, bucket_nbytes: int, pairs: int) -> int:
+        return 2 * max(bucket_nbytes, mmap.PAGESIZE) * pairs
+
+
+def segments_of(*pids: int) -> list[Path]:
+    return [path for pid in pids for path in Path("/dev/shm").glob(f"awex-{pid}-*")]
+
+
+class TestShmStaged(TransportTests):
+    wiring = StagedWiring()
+
+    @pytest.mark.parametrize("victims", [("writer 0",), ("worker 0",), ("writer 0", "worker 0")])
+    def test_nothing_is_left_in_dev_shm(self, peers: Peers, tmp_path: Path, victims: tuple[str, ...]) -> None:
+        with self.session(peers, row_case(1, 4 << 20), tmp_path / "m", bucket_nbytes=64 << 10) as session:
+            pids = [peer.pid for peer in (*session.writers, *session.workers)]
+            session.fill(1)
+            calls = [*session.send(20), *session.receive(1, 20)]
+            for name in victims:
+                peers[name].kill()
+            assert segments_of(*pids) == []
+            for peer in (*session.writers, *session.workers):
+                peer.kill()
+        assert calls and segments_of(*pids) == []
+
+    def test_a_ring_that_is_never_attached_is_removed_by_close(self) -> None:
+        ring = shm_staged.Ring.create(mmap.PAGESIZE, os.getpid())
+        assert segments_of(os.getpid()) == [ring.path] and not ring.attached
+        assert ring.path.stat().st_size == 64 + 2 * mmap.PAGESIZE
+        again = shm_staged.attach_ring(ring.address)
+        assert ring.attached
+        ring.close()
+        again.close()
+        assert segments_of(os.getpid()) == []
+        with pytest.raises(TransferError, match=f"process {os.getpid()} cannot be mapped"):
+            shm_staged.attach_ring(ring.address)
+
+    @pytest.mark.parametrize("path", ["/etc/passwd", "/dev/shm/other", "/dev/shm/awex-1/../x", "/dev/shm/../awex-1"])
+    def test_only_our_own_segments_are_mapped(self, path: str) -> None:
+        with pytest.raises(TransferError, match="refusing to map"):
+            shm_staged.attach_ring(shm_staged.RingAddress(path, 4096, 1))
+
+    def test_a_segment_smaller_than_it_says(self) -> None:
+        ring = shm_staged.Ring.create(mmap.PAGESIZE, os.getpid())
+        try:
+            with pytest.raises(TransferError, match="cannot be mapped"):
+                shm_staged.attach_ring(msgspec.structs.replace(ring.address, slot_nbytes=1 << 30))
+        finally:
+            ring.close()
+
+    def test_a_peer_that_has_ended_but_was_not_waited_for_is_gone(self, peers: Peers) -> None:
+        """A zombie still has its folder in /proc."""
+        pid = os.posix_spawn("/bin/true", ["true"], {})
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        ring = shm_staged.Ring.create(mmap.PAGESIZE, pid)
+        try:
+            assert Path(f"/proc/{pid}").exists()
+            time.sleep(0.25)
+            with pytest.raises(TransferError, match=rf"worker 3 \(process {pid}\) is gone after 7 bytes"):
+                ring.check_peer("worker 3", Progress(nbytes=7))
+        finally:
+            ring.close()
+            os.waitpid(pid, 0)
+
+
+# --- nccl, as gloo ----------------------------------------------------------------------------------
+
+LOCAL = "127.0.0.1"
+STORES: list[dist.Store] = []
+
+
+class GlooWiring:
+    one_sided = False
+
+    def sender(
+        self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
+    ) -> group.GroupSender:
+        if rank == 0:
+            STORES[:] = [group.host_store(LOCAL, meeting.writers + meeting.workers, deadline)]
+            meeting.put("port", str(STORES[0].port).encode())
+        return group.GroupSender(self._join(meeting, rank, deadline), rank, meeting.bucket_nbytes)
+
+    def receiver(
+        self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
+    ) -> group.GroupReceiver:
+        member = self._join(meeting, meeting.writers + rank, deadline)
+        return group.GroupReceiver(member, rank, meeting.bucket_nbytes)
+
+    def _join(self, meeting: Meeting, member: int, deadline: Deadline) -> group.Group:
+        address = group.GroupAddress(LOCAL, int(meeting.get("port", deadline)), meeting.writers, meeting.workers)
+        return group.Group(address, member, torch.device("cpu"), LOCAL, deadline)
+
+    def staging_nbytes(self, bucket_nbytes: int, pairs: int) -> int:
+        return group.SLOTS * bucket_nbytes
+
+
+def open_default_group(store: Path, rank: int, size: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+
+
+def sum_over_default_group(value: int) -> int:
+    total = torch.tensor([value])
+    dist.all_reduce(total)
+    return int(total)
+
+
+def close_default_group() -> None:
+    dist.destroy_process_group()
+
+
+class TestGloo(TransportTests):
+    wiring = GlooWiring()
+
+    def test_default_groups_are_left_alone(self, peers: Peers, tmp_path: Path) -> None:
+        """The trainer's ranks have one, the engine's have another; both work before, after, and after a failure."""
+        sides = {side: [peers[f"{side} {rank}"] for rank in range(2)] for side in ("writer", "worker")}
+
+        def everywhere(function: object, *args: object) -> list[int]:
+            calls = []
+            for side, ranks in sides.items():
+                for rank, peer in enumerate(ranks):
+                    extra = (tmp_path / side, rank, 2) if function is open_default_group else ()
+                    value = (10 ** (2 * (side == "worker") + rank),) if function is sum_over_default_group else ()
+                    calls.append(peer.start(function, *extra, *value, *args))  # type: ignore[arg-type]
+            return [call.result() for call in calls]
+
+        everywhere(open_default_group)
+        assert everywhere(sum_over_default_group) == [11, 11, 1100, 1100]
+        with self.session(peers, grid_case(2, 2), tmp_path / "m", bucket_nbytes=1024) as session:
+            assert everywhere(sum_over_default_group) == [11, 11, 1100, 1100]
+            session.sync(1)
+            assert everywhere(sum_over_default_group) == [11, 11, 1100, 1100]
+            error, _ = failure(session.receive(2, 0.5, 0)[0], 20)
+            assert "writer rank" in error.message
+        assert everywhere(sum_over_default_group) == [11, 11, 1100, 1100]
+        everywhere(close_default_group)
+
+    def test_no_default_group_is_needed_or_made(self, peers: Peers, tmp_path: Path) -> None:
+        with self.session(peers, grid_case(1, 1), tmp_path / "m") as session:
+            session.sync(1)
+            assert not any(peer.call(dist.is_initialized) for peer in (*session.writers, *session.workers))
+
+    def test_a_member_that_never_comes(self, peers: Peers, tmp_path: Path) -> None:
+        meeting = Meeting(tmp_path, 1, 1, 1 << 20)
+        error, took_s = failure(peers["writer 0"].start(join_alone, meeting, 2.0), 20)
+        assert error.kind == "TransferError" and "transfer group of 2 members" in error.message
+        assert "member 0 could not join within 2 s" in error.message and took_s < 10
+
+
+def join_alone(meeting: Meeting, limit_s: float) -> None:
+    GlooWiring().sender(meeting, 0, {}, Memory(()), Deadline.after(limit_s))

@@ -1,0 +1,164 @@
+"""A live vLLM server follows a real Megatron trainer, and the result is proved bit-equal to a fresh start.
+
+    make demo                                      trainer tp=2, vLLM tensor-parallel 2
+    make demo TRAINER="tp=1,pp=2" ENGINE_TP=1      other layouts
+
+Environment: TRAINER, ENGINE_TP, MODEL (qwen3, qwen3-tied, llama, ...), DTYPE, VERSIONS, TRANSPORT.
+The last line is ``demo: PASS versions=N params=M/M bit-equal`` or ``demo: FAIL ...`` (exit code 1).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from tests.support.compare import Comparison, compare_dumps
+from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, VllmServer
+from tests.support.tiny_models import make_model
+from tests.support.trainer import TrainerSpec
+
+PROMPT = list(b"The trainer publishes, the engine follows, and nothing is written to disk. " * 5)
+COLUMNS = ("version", "loss", "MB", "plan ms", "transfer ms", "GB/s", "pause ms", "digest", "in flight", "says")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``make demo`` was asked for."""
+
+    trainer: str = os.environ.get("TRAINER", "") or "tp=2"
+    engine_tp: int = int(os.environ.get("ENGINE_TP", "") or 2)
+    model: str = os.environ.get("MODEL", "") or "qwen3"
+    dtype: str = os.environ.get("DTYPE", "") or "bfloat16"
+    versions: int = int(os.environ.get("VERSIONS", "") or 4)
+    transport: str = os.environ.get("TRANSPORT", "") or "auto"
+
+
+@dataclass
+class Job:
+    """The running parts."""
+
+    server: VllmServer
+    trainer: TrainerJob
+    template: Path
+    folder: Path
+
+
+def main() -> int:
+    """Run the demonstration; returns the exit code."""
+    settings, console = Settings(), Console(width=max(110, Console().width))
+    try:
+        with tempfile.TemporaryDirectory(prefix="awex-demo-") as folder, ExitStack() as stack:
+            comparison = _run(settings, console, Path(folder), stack)
+    except Exception as error:  # whatever went wrong, the last line says so
+        console.print_exception(max_frames=4)
+        print(f"demo: FAIL {type(error).__name__}: {str(error).splitlines()[0]}")
+        return 1
+    if comparison.differences:
+        for difference in comparison.differences[:20]:
+            print(f"  {difference}")
+        print(f"demo: FAIL versions={settings.versions} params={comparison.equal}/{comparison.total} bit-equal")
+        return 1
+    print(f"demo: PASS versions={settings.versions} params={comparison.equal}/{comparison.total} bit-equal")
+    return 0
+
+
+def _run(settings: Settings, console: Console, folder: Path, stack: ExitStack) -> Comparison:
+    console.print(
+        f"[bold]demo[/] {settings.model} {settings.dtype}: Megatron {settings.trainer} -> vLLM TP={settings.engine_tp}"
+    )
+    template = make_model(folder / "model", settings.model, dtype=settings.dtype, seed=7)
+    meta = stack.enter_context(closing(MetaServerProcess(folder)))
+    console.print(f"meta server at {meta.address}; starting vLLM on its own weights, and the trainer ...")
+    job = _start(settings, meta, template, folder, stack)
+    before = job.server.complete(PROMPT)
+    console.print(f"vLLM serves version {_version(job.server)}: {before['text']!r}")
+    _sync_all(settings, console, job)
+    console.print("proof: writing the trainer's weights as a checkpoint, starting a fresh engine from it ...")
+    return _prove(settings, console, job)
+
+
+def _start(settings: Settings, meta: MetaServerProcess, template: Path, folder: Path, stack: ExitStack) -> Job:
+    env = {"AWEX_TRANSPORT": settings.transport}
+    spec = TrainerSpec.of_kind(settings.model, layout=settings.trainer, dtype=settings.dtype, lr=3e-3)
+    server = stack.enter_context(
+        closing(VllmServer(template, meta, folder / "engine", tp=settings.engine_tp, dtype=settings.dtype, env=env))
+    )
+    trainer = stack.enter_context(closing(TrainerJob(spec, template, meta, folder / "trainer", **env)))
+    return Job(server, trainer, template, folder)
+
+
+def _version(server: VllmServer) -> str:
+    version = server.status()["version"]
+    return f"{version['epoch']}.{version['number']}"
+
+
+def _sync_all(settings: Settings, console: Console, job: Job) -> None:
+    table = Table(*COLUMNS, title="versions")
+    job.trainer.ranks[0].ask("wait_for_engines", 60, count=1, timeout_s=60)
+    with Live(table, console=console, refresh_per_second=4), ThreadPoolExecutor() as pool:
+        for version in range(1, settings.versions + 1):
+            loss = job.trainer.all("train")[0]
+            flying = [pool.submit(job.server.complete, [*PROMPT, seed], 120) for seed in range(3)]
+            time.sleep(0.3)  # they are being generated when the weights change
+            results = job.trainer.all("write", version=version, options={})
+            table.add_row(*_row(job, results[0], loss, flying))
+
+
+def _row(job: Job, result: dict[str, Any], loss: float, flying: list[Future[dict[str, Any]]]) -> list[str]:
+    (figures,) = result["figures"].values()
+    after = job.server.complete(PROMPT)
+    ended = [future.result(timeout=120) for future in flying]
+    if any(answer["finish"] != "length" or len(answer["logprobs"]) != 120 for answer in ended):
+        raise RuntimeError("a request in flight during the sync did not finish")
+    if _version(job.server) != result["version"]:
+        raise RuntimeError(f"the engine serves {_version(job.server)} after {result['version']} was committed")
+    pause = job.server.status()["last_sync"]["pause_s"]
+    speed = figures["moved_nbytes"] / figures["transfer_s"] / 1e9
+    return [
+        result["version"],
+        f"{loss:.3f}",
+        f"{figures['moved_nbytes'] / 1e6:.2f}",
+        f"{1e3 * figures['plan_s']:.1f}",
+        f"{1e3 * figures['transfer_s']:.1f}",
+        f"{speed:.2f}",
+        f"{1e3 * pause:.0f}",
+        f"{100 * figures['verified_nbytes'] / figures['moved_nbytes']:.0f} % equal",
+        f"{len(ended)} of {len(flying)} done",
+        repr(after["text"]),
+    ]
+
+
+def _prove(settings: Settings, console: Console, job: Job) -> Comparison:
+    """Compare the running engine with a fresh one that loaded the trainer's checkpoint from disk."""
+    checkpoint = job.trainer.checkpoint(job.template, "final")
+    answer = job.server.complete(PROMPT, 16)
+    job.server.dump(job.folder / "found")
+    reference = Reference(checkpoint, job.folder / "reference", tp=settings.engine_tp, dtype=settings.dtype)
+    with closing(reference):
+        reference.wait()
+        if reference.ask("loaded_modules", 30):
+            raise RuntimeError("the reference engine has awex loaded; it proves nothing")
+        reference.ask("dump", 120, folder=str(job.folder / "expected"))
+        expected = reference.ask("complete", 120, prompt=PROMPT, max_tokens=16)
+    same = answer["tokens"] == expected["tokens"] and answer["logprobs"] == expected["logprobs"]
+    console.print(f"log probabilities of 16 tokens: {'equal' if same else 'DIFFERENT'}")
+    comparison = compare_dumps(job.folder / "found", job.folder / "expected")
+    if same:
+        return comparison
+    worst = f"log probabilities differ: {answer['logprobs'][:4]} against {expected['logprobs'][:4]}"
+    return Comparison(comparison.equal, comparison.total, (*comparison.differences, worst))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Real Megatron trainers to real vLLM servers: every parameter bit-equal to a fresh engine, at every version.
+
+One server, and one reference engine without awex, serve all trainers of a
+(dtype, tensor parallelism, tied) in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.compare import compare_dumps
+from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, VllmServer
+from tests.support.tiny_models import make_model
+from tests.support.trainer import TrainerSpec
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+PROMPT = list(b"On an Engine that follows its Trainer, and of what it says before and after. " * 5)
+"""More than two of vLLM's CPU cache blocks (128 tokens), so that a stale prefix would be reused."""
+
+IN_FLIGHT_TOKENS = 150
+VERSIONS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one server is started with."""
+
+    dtype: str
+    tp: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-tp{self.tp}-{self.kind}"
+
+
+CASES = [
+    Case(dtype, tp, kind) for dtype in ("bfloat16", "float32") for tp in (1, 2) for kind in ("qwen3", "qwen3-tied")
+]
+TRAINERS = ["tp=1", "tp=2", "pp=2", "pp=2,vpp=2"]
+
+
+@dataclass
+class Stage:
+    """The long-lived parts of one case."""
+
+    case: Case
+    folder: Path
+    model: Path
+    meta: MetaServerProcess
+    server: VllmServer
+    reference: Reference
+    previous: list[Path] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Meta server, vLLM server and reference engine; both engines start on weights no trainer has."""
+    case: Case = request.param
+    folder = tmp_path_factory.mktemp(str(case))
+    with ExitStack() as stack:
+        model = make_model(folder / "model", case.kind, dtype=case.dtype, seed=99)
+        meta = stack.enter_context(closing(MetaServerProcess(folder)))
+        reference = stack.enter_context(closing(Reference(model, folder / "reference", tp=case.tp, dtype=case.dtype)))
+        server = stack.enter_context(closing(VllmServer(model, meta, folder / "engine", tp=case.tp, dtype=case.dtype)))
+        reference.wait()
+        yield Stage(case, folder, model, meta, server, reference)
+
+
+def test_before_a_trainer_it_serves_its_own_checkpoint_as_version_0(stage: Stage) -> None:
+    status = stage.server.status()
+    assert (status["state"], status["version"], status["closed"]) == ("ready", {"epoch": 0, "number": 0}, "")
+    assert stage.reference.ask("loaded_modules", 60) == []
+    expected = stage.reference.ask("complete", 120, prompt=PROMPT, max_tokens=8)
+    assert stage.server.complete(PROMPT)["logprobs"] == expected["logprobs"]
+
+
+@pytest.mark.parametrize("layout", TRAINERS)
+def test_follows_a_trainer(stage: Stage, layout: str) -> None:
+    spec = TrainerSpec.of_kind(
+        stage.case.kind, layout=layout, dtype=stage.case.dtype, lr=3e-3, seed=TRAINERS.index(layout)
+    )
+    folder = stage.folder / f"trainer-{layout.replace(',', '-')}"
+    with closing(TrainerJob(spec, stage.model, stage.meta, folder)) as trainer:
+        for version in range(1, VERSIONS + 1):
+            trainer.all("train")
+            answers, result = _write_with_requests_in_flight(stage, trainer, version)
+            assert len(result["committed"]) == 1 and not result["failed"]
+            for answer in answers:
+                assert (answer["finish"], len(answer["logprobs"])) == ("length", IN_FLIGHT_TOKENS)
+            _check_figures(stage, result)
+            _check_answers_and_weights(stage, trainer, folder, version, result["version"])
+
+
+def _write_with_requests_in_flight(
+    stage: Stage, trainer: TrainerJob, version: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    stage.server.complete(PROMPT)
+    assert stage.server.complete(PROMPT)["cached"] > 0, "the prefix cache is not in use: its reset would prove nothing"
+    with ThreadPoolExecutor() as pool:
+        flying = [pool.submit(stage.server.complete, [seed, *PROMPT], IN_FLIGHT_TOKENS) for seed in range(2)]
+        results = trainer.all("write", version=version, options={})
+        still_running = [not request.done() for request in flying]
+        answers = [request.result(timeout=180) for request in flying]
+    assert any(still_running), "no request was in flight during the sync; give them more tokens"
+    assert all(result["version"] == results[0]["version"] for result in results)
+    return answers, results[0]
+
+
+def _check_figures(stage: Stage, result: dict[str, Any]) -> None:
+    (figures,) = result["figures"].values()
+    assert figures["verified_nbytes"] == figures["moved_nbytes"] > 0
+    live = not _packs_linears(stage.case.dtype)
+    assert (figures["loader_path_nbytes"] == 0) == live
+
+
+def _packs_linears(dtype: str) -> bool:
+    """Whether vLLM's CPU kernels replace linear weights by packed ones: always in float32, else with AVX-512."""
+    return dtype == "float32" or "avx512f" in Path("/proc/cpuinfo").read_text()
+
+
+def _check_answers_and_weights(stage: Stage, trainer: TrainerJob, folder: Path, version: int, shown: str) -> None:
+    """The running engine against the reference engine, loaded with the trainer's checkpoint from disk."""
+    checkpoint = trainer.checkpoint(stage.model, str(version))
+    stage.reference.ask("load", 120, checkpoint=str(checkpoint))
+    found, expected = folder / f"found-{version}", folder / f"expected-{version}"
+    answer = stage.server.complete(PROMPT, 16)
+    wanted = stage.reference.ask("complete", 120, prompt=PROMPT, max_tokens=16)
+    assert answer["cached"] == 0, "a new request reused KV of older weights"
+    assert (answer["tokens"], answer["logprobs"]) == (wanted["tokens"], wanted["logprobs"])
+    stage.server.dump(found)
+    stage.reference.ask("dump", 120, folder=str(expected))
+    comparison = compare_dumps(found, expected)
+    assert comparison.differences == () and comparison.equal == comparison.total > 0
+    if stage.previous:
+        assert compare_dumps(found, stage.previous[-1]).differences, "the weights did not change between two versions"
+    stage.previous.append(found)
+    status = stage.server.status()
+    assert (status["state"], f"{status['version']['epoch']}.{status['version']['number']}") == ("ready", shown)
+    assert stage.server.weight_version() == shown
+    assert torch.tensor(answer["logprobs"]).isfinite().all()

@@ -1,0 +1,61 @@
+"""What a vLLM worker holds, for comparing two engines. Loaded into workers as vLLM's worker extension.
+
+Imports no awex code: the reference engine uses it too.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+
+def awex_modules() -> list[str]:
+    """Modules of ours that this process has loaded."""
+    ours = {"awex_core", "vllm_awex", "sglang_awex", "megatron_awex"}
+    return sorted(name for name in sys.modules if name.split(".")[0] in ours)
+
+
+class DumpExtension:
+    """Methods added to vLLM's worker class; called by name through ``collective_rpc``."""
+
+    rank: int
+    model_runner: Any
+
+    def dump_tensors(self, folder: str) -> int:
+        """Write every parameter and buffer to ``folder/worker{rank}.safetensors``; returns how many.
+
+        A linear whose weight vLLM has packed away shows what it computes on a
+        fixed input instead, as ``<module>.@output``.
+        """
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        model = self.model_runner.get_model()
+        named = [*model.named_parameters(), *model.named_buffers()]
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named if tensor.numel()}
+        for name, module in model.named_modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, torch.Tensor) and weight.numel() == 0 and hasattr(module, "cpu_linear"):
+                tensors[f"{name}.@output"] = _output(module, weight.dtype)
+        save_file(tensors, path / f"worker{self.rank}.safetensors")
+        return len(tensors)
+
+    def awex_modules(self) -> list[str]:
+        """Modules of ours that this worker has loaded."""
+        return awex_modules()
+
+    def bytes_per_worker(self) -> dict[str, int]:
+        """Bytes of each parameter of this worker, by name."""
+        model = self.model_runner.get_model()
+        return {name: parameter.nbytes for name, parameter in model.named_parameters()}
+
+
+def _output(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    size = module.input_size_per_partition if hasattr(module, "input_size_per_partition") else module.input_size
+    given = torch.randn(8, size, generator=torch.Generator().manual_seed(7)).to(dtype)
+    bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
+    result: torch.Tensor = module.quant_method.apply(module, given, bias)
+    return result.detach().contiguous().clone()

@@ -1,0 +1,287 @@
+"""The real parts of a job, as processes: meta server, vLLM server, Megatron trainer, reference engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.lines import ROOT, Child, ChildError, end_session
+from tests.support.trainer import RENDEZVOUS, TrainerSpec
+
+BIN = Path(sys.executable).parent
+
+LEASE_S = 4.0
+START_LIMIT_S = 300.0
+
+CPU_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # collective_rpc over HTTP, for dumping parameters; the product does not need it
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def engine_env(tp: int) -> dict[str, str]:
+    """Environment of a vLLM process on this CPU: one core per worker."""
+    cores = os.cpu_count() or 1
+    return {**os.environ, **CPU_ENV, "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(tp))}
+
+
+class MetaServerProcess:
+    """``awex meta-server`` on a free port."""
+
+    def __init__(self, folder: Path, lease_s: float = LEASE_S, port: int | None = None) -> None:
+        self.folder, self.lease_s = folder, lease_s
+        self.port = port or free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.token_file = folder / "token"
+        if not self.token_file.exists():
+            self.token_file.touch(mode=0o600)
+            self.token_file.write_text(os.urandom(16).hex())
+        self.start()
+
+    def start(self) -> None:
+        """Start (again) on the same port, with the same token."""
+        self.log = self.folder / "meta.log"
+        args = [BIN / "awex", "meta-server", "--port", str(self.port), "--lease", str(self.lease_s)]
+        with self.log.open("ab") as sink:
+            self.process = subprocess.Popen(
+                [*args, "--token-file", self.token_file], stdout=sink, stderr=sink, start_new_session=True, cwd=ROOT
+            )
+        wait_for_http(f"http://{self.address}/health", self.process, self.log, 60)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a member needs in its environment."""
+        return {"AWEX_META_SERVER": self.address, "AWEX_TOKEN_FILE": str(self.token_file)}
+
+    def kill(self) -> None:
+        """End it without warning."""
+        end_session(self.process, grace_s=0)
+
+    def close(self) -> None:
+        """End it."""
+        end_session(self.process, grace_s=10)
+
+
+def wait_for_http(url: str, process: subprocess.Popen[bytes], log: Path, limit_s: float) -> None:
+    """Wait until ``url`` answers 200; raises ``ChildError`` with the log's end if it does not."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        with suppress(httpx.HTTPError):
+            if httpx.get(url, timeout=5, trust_env=False).status_code == 200:
+                return
+        if process.poll() is not None:
+            raise ChildError(f"the process ended with {process.returncode}\n{log.read_text(errors='replace')[-4000:]}")
+        time.sleep(0.25)
+    raise ChildError(f"{url} did not answer within {limit_s:g} s\n{log.read_text(errors='replace')[-4000:]}")
+
+
+class VllmServer:
+    """A real ``vllm serve`` with the flag."""
+
+    def __init__(
+        self,
+        model: Path,
+        meta: MetaServerProcess,
+        folder: Path,
+        *,
+        tp: int = 1,
+        dtype: str = "bfloat16",
+        extra: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        limit_s: float = START_LIMIT_S,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tp, self.dtype = tp, dtype
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "vllm.log"
+        args = [BIN / "vllm", "serve", str(model), "--served-model-name", "m", "--dtype", dtype, "--enforce-eager"]
+        args += ["--max-model-len", "1024", "--tensor-parallel-size", str(tp), "--seed", "0"]
+        args += ["--host", "127.0.0.1", "--port", str(self.port), "--enable-prompt-tokens-details"]
+        args += ["--worker-extension-cls", "tests.support.engine_dump.DumpExtension"]
+        args += ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address, *extra]
+        variables = {**engine_env(tp), **meta.env, "PYTHONPATH": str(ROOT), **(env or {})}
+        with self.log.open("ab") as sink:
+            self.process = subprocess.Popen(
+                args, cwd=ROOT, env=variables, stdout=sink, stderr=sink, start_new_session=True
+            )
+        self._http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        try:
+            wait_for_http(f"{self.url}/health", self.process, self.log, limit_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
+        """Greedy completion of token ids: tokens' log probabilities, text, cached prompt tokens."""
+        return read_completion(self.post_completion(prompt, max_tokens))
+
+    def post_completion(self, prompt: list[int], max_tokens: int = 8) -> httpx.Response:
+        """The same, as the response itself."""
+        return self._http.post("/v1/completions", json=completion_body(prompt, max_tokens))
+
+    def status(self) -> dict[str, Any]:
+        """``GET /awex/status``."""
+        response = self._http.get("/awex/status")
+        response.raise_for_status()
+        return dict(response.json())
+
+    def weight_version(self) -> str:
+        """vLLM's own word on its weights' version."""
+        response = self._http.get("/weight_info")
+        return str(response.json().get("weight_version", response.text)) if response.status_code == 200 else ""
+
+    def dump(self, folder: Path) -> int:
+        """Have every worker write its tensors to ``folder``; returns how many there are in all."""
+        body = {"method": "dump_tensors", "args": [str(folder)]}
+        response = self._http.post("/collective_rpc", json=body)
+        response.raise_for_status()
+        return sum(int(count) for count in response.json()["results"])
+
+    def workers(self) -> list[int]:
+        """Pids of its worker processes."""
+        import psutil
+
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return [child.pid for child in found if "Worker" in " ".join(child.cmdline()) or "EngineCore" in child.name()]
+
+    def close(self) -> None:
+        """End it with everything it started."""
+        if hasattr(self, "_http"):
+            self._http.close()
+        end_session(self.process, grace_s=30)
+
+
+def completion_body(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    """Greedy, with log probabilities, never stopping early."""
+    return {
+        "model": "m",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "logprobs": 1,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def read_completion(response: httpx.Response) -> dict[str, Any]:
+    """What a completion says; raises ``ChildError`` with the server's message if it is an error."""
+    if response.status_code != 200:
+        raise ChildError(f"completion: {response.status_code} {response.text[:500]}")
+    body = response.json()
+    choice = body["choices"][0]
+    details = body["usage"].get("prompt_tokens_details") or {}
+    return {
+        "text": choice["text"],
+        "tokens": choice.get("token_ids"),
+        "logprobs": choice["logprobs"]["token_logprobs"],
+        "finish": choice["finish_reason"],
+        "cached": details.get("cached_tokens") or 0,
+    }
+
+
+class TrainerJob:
+    """All ranks of a Megatron trainer that publishes its weights."""
+
+    def __init__(self, spec: TrainerSpec, hf_model: Path, meta: MetaServerProcess, folder: Path, **env: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.spec, self.folder = spec, folder
+        world = spec.parallel.world
+        self._meeting = tempfile.TemporaryDirectory()
+        self.ranks: list[Child] = []
+        for rank in range(world):
+            variables = {
+                **os.environ,
+                **meta.env,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                RENDEZVOUS: str(Path(self._meeting.name) / "rendezvous"),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONPATH": str(ROOT),
+                **env,
+            }
+            fields = json.dumps(dataclasses.asdict(spec))
+            args = [sys.executable, "-m", "tests.support.trainer_rank", fields, str(hf_model)]
+            self.ranks.append(Child(args, folder / f"trainer{rank}.log", variables))
+        try:
+            self._gather(120)
+            self.run = self.all("attach", 120)[0]
+        except BaseException:
+            self.kill()
+            raise
+
+    def _gather(self, limit_s: float) -> list[Any]:
+        return [child.receive(limit_s) for child in self.ranks]
+
+    def all(self, do: str, limit_s: float = 120, **arguments: Any) -> list[Any]:
+        """Give all ranks a command; returns their answers."""
+        for child in self.ranks:
+            child.send(do, **arguments)
+        return self._gather(limit_s)
+
+    def publish(self, version: int, limit_s: float = 120, **options: Any) -> dict[str, Any]:
+        """Train one step, write its weights; returns rank 0's result."""
+        self.all("train", limit_s)
+        return dict(self.all("write", limit_s, version=version, options=options)[0])
+
+    def checkpoint(self, hf_model: Path, name: str) -> Path:
+        """The present weights as a Hugging Face checkpoint, by way of raw dumps and the oracle's own logic."""
+        raw, out = self.folder / f"raw-{name}", self.folder / f"hf-{name}"
+        self.all("dump", folder=str(raw))
+        command = [sys.executable, str(ROOT / "tests/oracle/megatron_to_hf.py"), str(raw), str(out)]
+        done = subprocess.run([*command, "--template", str(hf_model)], capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise ChildError(f"the oracle could not assemble the checkpoint:\n{done.stderr[-3000:]}")
+        return out
+
+    def kill(self) -> None:
+        """End every rank at once."""
+        for child in self.ranks:
+            child.kill()
+        self._meeting.cleanup()
+
+    def close(self) -> None:
+        """Leave the job and end."""
+        try:
+            self.all("leave", 30)
+        finally:
+            for child in self.ranks:
+                child.close()
+            self._meeting.cleanup()
+
+
+class Reference(Child):
+    """The oracle engine: vLLM without awex, on checkpoints from disk."""
+
+    def __init__(self, model: Path, folder: Path, *, tp: int, dtype: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        args = [sys.executable, "-m", "tests.support.reference", str(model), str(tp), dtype]
+        super().__init__(args, folder / "reference.log", {**engine_env(tp), "PYTHONPATH": str(ROOT)})
+
+    def wait(self) -> None:
+        """Wait until it is up."""
+        self.receive(START_LIMIT_S)
