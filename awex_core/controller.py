@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from awex_core.config import SyncConfig
 from awex_core.engine import EngineHost
-from awex_core.errors import AwexError, Fenced, TransferError
+from awex_core.errors import AwexError, Fenced, SyncTimeout, TransferError
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineState, JobView, SyncView
 from awex_core.process import this_process
@@ -36,6 +36,8 @@ _T = TypeVar("_T")
 
 _WATCH_S = 20.0
 _RETRY_S = 1.0
+_GRACE_S = 10.0
+"""How much longer than a version's own limit an engine's answer is waited for."""
 
 
 class EngineController:
@@ -61,6 +63,7 @@ class EngineController:
         self._process = this_process(config.meta_server)
         self._leases: LeaseKeeper | None = None
         self._prepared = ""
+        self._paused = False
 
     async def start(self) -> None:
         """Join the job and have the workers join.
@@ -113,6 +116,8 @@ class EngineController:
                 view = await asyncio.to_thread(self._client.watch, since, _WATCH_S)
                 # A restarted server counts from the beginning again.
                 since = view.revision
+                if self._paused and self.state == "ready":
+                    await self._resume()  # an update ended without: nothing may stay paused at a version it can serve
                 await self._step(view)
             except asyncio.CancelledError:
                 raise
@@ -122,6 +127,9 @@ class EngineController:
                 await asyncio.sleep(_RETRY_S)
 
     async def _step(self, view: JobView) -> None:
+        seen = view.engines.get(self.engine)
+        if seen is not None and seen.controller:  # the lease keeper's thread may not have its reply yet
+            self.elected = seen.controller == self._process.incarnation
         if not self.elected:
             await self._follow(view)
             return
@@ -172,26 +180,29 @@ class EngineController:
 
     async def _update(self, sync: SyncView) -> None:
         """One version, from connect to resume."""
-        was_torn = self.state == "torn"
+        limit_s = sync.remaining_s + _GRACE_S
         await self._report(sync.version, "updating")
-        await self._host.connect(sync.version)
-        failure = await self._failure(sync.version)
+        failure = await self._connect(sync.version, limit_s)
         if failure:
-            await self._host.release()
+            await self._within(limit_s, self._host.release(), "the workers to let go of a version")
             await self._report(sync.version, "failed", failure)
             return
-        paused_at = time.perf_counter()
-        await self._host.pause()
+        was_torn, paused_at = self.state == "torn", time.perf_counter()
+        self._paused = True
         figures: dict[str, float] = {}
         try:
+            await self._within(limit_s, self._host.pause(), "the engine to pause")
             self.state = "updating"
-            await self._host.receive(sync.version)
+            await self._within(limit_s, self._host.receive(sync.version), "the workers to receive a version")
             figures["update_s"] = time.perf_counter() - paused_at
             await self._commit(sync.version, figures)
         except Exception as error:  # noqa: BLE001 - from here on bytes may have moved, whatever was raised
-            await self._torn(sync.version, str(error), again=was_torn)
+            if self.state == "updating" or was_torn:
+                await self._torn(sync.version, str(error), limit_s)
+            else:  # it did not even pause: nothing has moved
+                await self._report(sync.version, "failed", str(error))
             return
-        await self._host.resume(sync.version)
+        await self._resume()
         self.last_sync = figures | {"pause_s": time.perf_counter() - paused_at}
         logger.info(
             "awex: engine %s serves version %s; paused %.1f ms",
@@ -199,6 +210,25 @@ class EngineController:
             sync.version,
             1e3 * self.last_sync["pause_s"],
         )
+
+    async def _connect(self, version: Version, limit_s: float) -> str:
+        """Have the workers plan and connect; returns why that failed, or nothing."""
+        try:
+            await self._within(limit_s, self._host.connect(version), "the workers to connect")
+        except Exception as error:  # noqa: BLE001 - an engine may raise anything; the writer must learn it
+            return str(error) or type(error).__name__
+        return await self._failure(version)
+
+    async def _resume(self) -> None:
+        """Resume at the version that is served; the loop tries again if this fails."""
+        await self._within(_GRACE_S, self._host.resume(self.version), "the engine to resume")
+        self._paused = False
+
+    async def _within(self, limit_s: float, call: Awaitable[None], what: str) -> None:
+        try:
+            await asyncio.wait_for(call, limit_s)
+        except asyncio.TimeoutError as error:
+            raise SyncTimeout(f"engine {self.engine}: waited {limit_s:.0f} s for {what}") from error
 
     async def _commit(self, version: Version, figures: dict[str, float]) -> None:
         failure = await self._failure(version)
@@ -217,15 +247,14 @@ class EngineController:
         mine = sync.engines[self.engine]
         return (mine.reason or "it failed") if mine.outcome == "failed" else ""
 
-    async def _torn(self, version: Version, reason: str, *, again: bool) -> None:
+    async def _torn(self, version: Version, reason: str, limit_s: float) -> None:
         logger.error("awex: engine %s is torn at version %s: %s", self.engine, version, reason)
         await self._set_state("torn", f"version {version}: {reason}")
-        if not again:
-            await self._host.fail_requests()
         try:
             await self._report(version, "failed", reason)
         except AwexError as error:
             logger.warning("awex: engine %s: %s", self.engine, error)
+        await self._within(limit_s, self._host.fail_requests(), "the engine to end its requests")
 
     async def _report(
         self, version: Version, outcome: Any, reason: str = "", figures: dict[str, float] | None = None

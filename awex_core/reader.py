@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -21,18 +22,21 @@ from awex_core.commit.digest import (
 from awex_core.commit.modes import VerifyMode
 from awex_core.config import SyncConfig
 from awex_core.engine import TracedModel, WorkerModel
-from awex_core.errors import AwexError, MetaServerError, TransferError, VerifyError, list_faults
+from awex_core.errors import AwexError, MetaServerError, SyncTimeout, TransferError, VerifyError, list_faults
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_manifest, encode_layout
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineView, JobView, SyncView, WorkerInfo
-from awex_core.plan import index_sources
+from awex_core.plan import SourceIndex, index_sources
 from awex_core.process import this_process
-from awex_core.session import LayoutCache, ReaderSession, SessionKey
+from awex_core.session import LayoutCache, ReaderSession, SessionKey, check_complete, has_traced
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.version import INITIAL, Version
 
 logger = logging.getLogger(__name__)
+
+_SIBLINGS_S = 5.0
+"""How long joining waits for the engine's other workers to have traced."""
 
 
 @dataclass
@@ -110,6 +114,7 @@ class WeightReader:
         if not view.writers or not view.epoch:
             return False
         self._trace(view)
+        self._check_complete_soon()
         return True
 
     def _trace(self, view: JobView) -> TracedModel:
@@ -122,9 +127,35 @@ class WeightReader:
         self._log_trace(traced, time.perf_counter() - begun)
         layout = self._client.put_blob(encode_layout(traced.layout))
         self._traced = (name, traced)
-        self._info = msgspec.structs.replace(self._info, layout=layout)
+        self._info = msgspec.structs.replace(self._info, layout=layout, manifest=name)
         self._client.join_worker(self._info)
         return traced
+
+    def _sources(self, view: JobView) -> SourceIndex:
+        return index_sources([self._layouts.get(writer.layout) for writer in view.writers])
+
+    def _check_complete_soon(self) -> None:
+        """Find out whether the engine can take all of the trainer's model, if its other workers have traced by now.
+
+        A version that comes before they have finds it out before any byte moves.
+        """
+        if self._info.rank == 0:
+            with contextlib.suppress(SyncTimeout):
+                view, engine = self._wait_for_siblings(_SIBLINGS_S)
+                self._check_complete(self._sources(view), engine)
+
+    def _check_complete(self, sources: SourceIndex, engine: EngineView) -> None:
+        # One worker looks at all: what one has no place for, another may have.
+        if self._info.rank == 0:
+            check_complete(sources, [self._layouts.get(worker.layout) for worker in engine.workers], self.engine)
+
+    def _wait_for_siblings(self, limit_s: float) -> tuple[JobView, EngineView]:
+        def traced(view: JobView) -> tuple[JobView, EngineView] | None:
+            engine = view.engines[self.engine]
+            return (view, engine) if has_traced(view, engine, self._info.world) else None
+
+        what = f"the other workers of engine {self.engine} to trace their models"
+        return self._client.wait_for(traced, timeout_s=limit_s, what=what)
 
     def _log_trace(self, traced: TracedModel, seconds: float) -> None:
         total = max(traced.layout.nbytes, 1)
@@ -222,15 +253,16 @@ class WeightReader:
         if self._session is not None and self._session.key == key:
             return self._session
         self._close_session()
-        view, engine = self._wait_for_siblings(sync.version, deadline)
-        writers = sorted(view.writers, key=lambda writer: writer.rank)
-        sources = index_sources([self._layouts.get(writer.layout) for writer in writers])
+        # Whether a transfer group forms depends on all workers, so all must have traced.
+        view, engine = self._wait_for_siblings(deadline.remaining(f"the workers of engine {self.engine}"))
+        sources = self._sources(view)
+        self._check_complete(sources, engine)
         device = self.model.device
         self._session = ReaderSession(
             key,
             self._info,
             engine.workers,
-            writers,
+            view.writers,
             sources,
             traced.layout,
             device,
@@ -239,18 +271,6 @@ class WeightReader:
             deadline,
         )
         return self._session
-
-    def _wait_for_siblings(self, version: Version, deadline: Deadline) -> tuple[JobView, EngineView]:
-        """All workers of this engine must have traced: whether a transfer group forms depends on all of them."""
-
-        def traced(view: JobView) -> tuple[JobView, EngineView] | None:
-            if view.sync is None or view.sync.version != version or view.sync.state == "done":
-                raise TransferError(f"version {version} ended before the engine's workers were ready")
-            engine = view.engines[self.engine]
-            return (view, engine) if all(worker.layout for worker in engine.workers) else None
-
-        what = f"the other workers of engine {self.engine} to trace their models"
-        return self._client.wait_for(traced, timeout_s=deadline.remaining(what), what=what)
 
     def _verify(
         self, sync: SyncView, traced: TracedModel, session: ReaderSession, memory: Memory, deadline: Deadline
@@ -342,7 +362,7 @@ class WeightReader:
     def _fail(self, version: Version | None, error: Exception) -> None:
         logger.error("awex: worker %d of engine %s: %s", self._info.rank, self.engine, error)
         attempt = self._attempt or _Attempt(version or self.version, Deadline.after(0))
-        attempt.failure = f"worker {self._info.rank}: {error}"
+        attempt.failure = str(error) or type(error).__name__
         self._attempt = attempt
         self._close_session()
         try:

@@ -24,7 +24,7 @@ from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout
 from awex_core.meta.client import MetaClient
-from awex_core.meta.messages import WorkerInfo, WriterInfo
+from awex_core.meta.messages import EngineView, JobView, WorkerInfo, WriterInfo
 from awex_core.pairing import choose_transport, distance
 from awex_core.plan import CopyProgram, CopyTable, SourceIndex, lower_copies, plan_copies, unused_tensors
 from awex_core.transfer import group, shm, shm_staged
@@ -79,6 +79,11 @@ class LayoutCache:
         self._layouts = {name: self._layouts[name] for name in names if name in self._layouts}
 
 
+def has_traced(view: JobView, engine: EngineView, world: int) -> bool:
+    """Whether all ``world`` workers of an engine have traced for the trainer that is there now."""
+    return bool(view.writers) and [worker.manifest for worker in engine.workers] == [view.writers[0].manifest] * world
+
+
 def wait_for_value(client: MetaClient, key: str, what: str, deadline: Deadline) -> bytes:
     """A small value another member leaves; raises ``SyncTimeout`` naming ``what`` at the deadline."""
     while True:
@@ -96,11 +101,11 @@ def plan_for_worker(
 
 
 def check_complete(sources: SourceIndex, layouts: Sequence[Layout], engine: str) -> None:
-    """Raise ``PlanError`` when the engine has no place for some of the trainer's tensors."""
+    """Raise ``PlanError`` when an engine's workers together have no place for some of the trainer's elements."""
     unused = unused_tensors(sources, layouts)
     if unused:
         raise PlanError(
-            f"engine {engine} has no place for {len(unused)} tensor(s) of the trainer; are the two the same model?",
+            f"engine {engine} has no place for all of {len(unused)} tensor(s) of the trainer; are the two one model?",
             unused,
         )
 
@@ -145,7 +150,6 @@ class WriterSession:
         self.key, self.rank, self.memory = key, rank, memory
         begun = time.perf_counter()
         destinations = [layouts.get(worker.layout) for worker in workers]
-        check_complete(sources, destinations, key.engine)
         tables = {
             worker.rank: plan_for_worker(sources, layout, worker, writers).from_rank(rank)
             for worker, layout in zip(workers, destinations, strict=True)

@@ -15,7 +15,7 @@ import numpy as np
 from awex_core.commit.digest import Lanes, digest_program, pack_lanes, verified_tensors
 from awex_core.commit.modes import VerifyMode
 from awex_core.config import SyncConfig
-from awex_core.errors import AwexError, MetaServerError, SyncFailed, SyncTimeout
+from awex_core.errors import AwexError, MetaServerError, Refused, SyncFailed, SyncTimeout
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, check_memory
 from awex_core.layout.wire import encode_layout, encode_manifest
@@ -23,7 +23,7 @@ from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineView, JobView, Process, SyncView, WriterInfo
 from awex_core.plan import CopyProgram, SourceIndex, index_sources, lower_copies, plan_copies
 from awex_core.process import this_process
-from awex_core.session import LayoutCache, SessionKey, WriterSession
+from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.shm import ShmExport
 from awex_core.version import Version
@@ -147,7 +147,7 @@ class WeightWriter:
         begun = time.monotonic()
         limit = timeout_s if timeout_s is not None else self.config.sync_timeout_s
         self._leases.check(self._process.incarnation)
-        self._client.announce(self._process.incarnation, number, timeout_s=limit, verify=verify or self.config.verify)
+        self._announce(number, limit, verify or self.config.verify)
         view = self._wait(number, lambda sync: sync.state != "gathering", limit, "the other writer ranks")
         sync = _sync_of(view, number)
         if sync.state == "open":
@@ -155,6 +155,18 @@ class WeightWriter:
             what = f"engines to commit version {sync.version}"
             view = self._wait(number, lambda sync: sync.state == "done", sync.remaining_s, what)
         return self._result(_sync_of(view, number), quorum, time.monotonic() - begun)
+
+    def _announce(self, number: int, limit: float, verify: VerifyMode) -> None:
+        incarnation = self._process.incarnation
+        try:
+            self._client.announce(incarnation, number, timeout_s=limit, verify=verify)
+        except Refused as error:
+            if error.code != "unknown":
+                raise
+            # The meta server was restarted and this rank's lease is not renewed yet.
+            self._client.join_writer(self._info())
+            self._wait_for_run()
+            self._client.announce(incarnation, number, timeout_s=limit, verify=verify)
 
     def _wait(self, number: int, ready: Callable[[SyncView], bool], limit: float, what: str) -> JobView:
         def reached(view: JobView) -> JobView | None:
@@ -196,7 +208,7 @@ class WeightWriter:
         except Exception as error:
             logger.exception("writer rank %d could not serve engine %s", self.rank, engine)
             self._drop(engine)
-            self._report(sync.version, engine, f"writer rank {self.rank}: {error}")
+            self._report(sync.version, engine, str(error) or type(error).__name__)
 
     def _session(
         self, engine: str, view: JobView, sync: SyncView, sources: SourceIndex, deadline: Deadline
@@ -231,14 +243,15 @@ class WeightWriter:
             if sync is None or sync.version != version or sync.engines[engine].outcome in ("failed", "committed"):
                 return (None,)
             found = view.engines.get(engine)
-            return (found,) if found and all(worker.layout for worker in found.workers) else None
+            ready = found is not None and found.workers and has_traced(view, found, found.workers[0].world)
+            return (found,) if ready else None
 
         what = f"engine {engine} to trace its model"
         return self._client.wait_for(ready, timeout_s=deadline.remaining(what), what=what)[0]
 
     def _index(self, view: JobView) -> SourceIndex:
         if self._sources is None or self._sources[0] != view.epoch:
-            layouts = [self._layouts.get(writer.layout) for writer in sorted(view.writers, key=lambda w: w.rank)]
+            layouts = [self._layouts.get(writer.layout) for writer in view.writers]
             self._sources = (view.epoch, index_sources(layouts))
             self._digest_programs.clear()
         return self._sources[1]

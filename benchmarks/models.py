@@ -286,9 +286,7 @@ def _vllm_layer(rank: _Rank, prefix: str, part: int, tp: int) -> None:
     for index, name in enumerate(prefixes):
         rank.rows(f"{name}.gate_proj.weight", begin, end, w13, 2 * index * rows)
         rank.rows(f"{name}.up_proj.weight", begin, end, w13, (2 * index + 1) * rows)
-        rank.place(
-            f"{name}.down_proj.weight", [(0, model.hidden), (begin, end)], w2, index * model.hidden * rows, rows
-        )
+        rank.place(f"{name}.down_proj.weight", [(0, model.hidden), (begin, end)], w2, index * model.hidden * rows, rows)
 
 
 def _vllm_qkv(rank: _Rank, prefix: str, kind: str, part: int, tp: int) -> None:

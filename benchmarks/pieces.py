@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from awex_core.layout import Buffer, CanonicalTensor, Layout, Shard, build_layout
+from awex_core.layout import Buffer, CanonicalTensor, Layout, Shard, build_layout, itemsize
 from awex_core.layout.live import Memory
 from awex_core.plan import CopyProgram, index_sources, lower_copies, plan_copies
 from benchmarks.models import QWEN3_30B_A3B
@@ -35,16 +35,20 @@ class Pair:
         return float(self.program.nbytes[scattered].sum() / self.nbytes)
 
 
-def expert_pair(nbytes: int) -> Pair:
+def expert_pair(nbytes: int, *, hard: bool = False) -> Pair:
     """About ``nbytes`` of Qwen3-30B-A3B's experts, from one Megatron rank to one worker.
 
     In turn, one expert that the worker holds whole (three pieces of 3 MiB, as
     under expert parallelism) and two of which it holds half (as under TP 2:
     two pieces of 1.5 MiB, and 2,048 rows of 768 bytes, 1,536 bytes apart).
+    ``hard`` makes every piece need staging at both ends: the writer holds
+    float32, and the worker's rows are padded.
     """
     model = QWEN3_30B_A3B
-    wide, hidden, size = model.intermediate, model.hidden, model.itemsize
+    wide, hidden = model.intermediate, model.hidden
     half = wide // 2
+    stored, pad = ("float32", 64) if hard else (model.dtype, 0)
+    ends = ((stored, 0), (model.dtype, pad))
     sources: list[Shard] = []
     destinations: list[Shard] = []
     source_buffers: list[Buffer] = []
@@ -56,14 +60,17 @@ def expert_pair(nbytes: int) -> Pair:
         gate = CanonicalTensor(f"{name}.gate_proj.weight", (wide, hidden), model.dtype)
         up = CanonicalTensor(f"{name}.up_proj.weight", (wide, hidden), model.dtype)
         down = CanonicalTensor(f"{name}.down_proj.weight", (hidden, wide), model.dtype)
-        for buffers, shards, width in ((source_buffers, sources, wide), (destination_buffers, destinations, kept)):
-            fc1, fc2, row = len(buffers), len(buffers) + 1, hidden * size
+        for (dtype, gap), buffers, shards, width in zip(
+            ends, (source_buffers, destination_buffers), (sources, destinations), (wide, kept), strict=True
+        ):
+            element = itemsize(dtype)
+            fc1, fc2, row, short = len(buffers), len(buffers) + 1, hidden * element + gap, width * element + gap
             buffers.append(Buffer(f"{name}.fc1", 2 * width * row))
-            buffers.append(Buffer(f"{name}.fc2", hidden * width * size))
-            shards.append(Shard(gate, (0, 0), (width, hidden), fc1, 0, (row, size), model.dtype))
-            shards.append(Shard(up, (0, 0), (width, hidden), fc1, width * row, (row, size), model.dtype))
-            shards.append(Shard(down, (0, 0), (hidden, width), fc2, 0, (width * size, size), model.dtype))
-        left -= 3 * kept * hidden * size
+            buffers.append(Buffer(f"{name}.fc2", hidden * short))
+            shards.append(Shard(gate, (0, 0), (width, hidden), fc1, 0, (row, element), dtype))
+            shards.append(Shard(up, (0, 0), (width, hidden), fc1, width * row, (row, element), dtype))
+            shards.append(Shard(down, (0, 0), (hidden, width), fc2, 0, (short, element), dtype))
+        left -= 3 * kept * hidden * model.itemsize
         expert += 1
     source = build_layout(sources, source_buffers)
     destination = build_layout(destinations, destination_buffers)

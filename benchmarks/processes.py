@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 _GRACE_S = 5.0
 
 
 class Peer:
-    """One end's line to the other end."""
+    """One end's line to the other end; ``first`` at the end that was named first."""
 
-    def __init__(self, line: Connection, deadline: float) -> None:
-        self._line, self._deadline = line, deadline
+    def __init__(self, line: Connection, deadline: float, first: bool) -> None:
+        self._line, self._deadline, self.first = line, deadline, first
 
     def tell(self, value: Any) -> None:
         """Hand a value to the other end."""
@@ -45,7 +47,8 @@ def run_pair(writer: End, reader: End, *args: Any, limit_s: float = 240.0) -> tu
         RuntimeError: an end failed or did not finish within ``limit_s``.
     """
     first, second = multiprocessing.get_context("spawn").Pipe()
-    return _run([(writer, first), (reader, second)], args, limit_s)
+    left, right = _run([(writer, first), (reader, second)], args, limit_s)
+    return left, right
 
 
 def run_alone(target: End, *args: Any, limit_s: float = 240.0) -> Any:
@@ -54,41 +57,55 @@ def run_alone(target: End, *args: Any, limit_s: float = 240.0) -> Any:
     return _run([(target, first)], args, limit_s)[0]
 
 
-def _run(ends: list[tuple[End, Connection]], args: tuple[Any, ...], limit_s: float) -> Any:
+def _run(ends: list[tuple[End, Connection]], args: tuple[Any, ...], limit_s: float) -> list[Any]:
     context = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + limit_s
-    children, outlets = [], []
+    children: list[SpawnProcess] = []
+    names: dict[Any, str] = {}
     try:
         for target, line in ends:
             outlet, inlet = context.Pipe(duplex=False)
-            child = context.Process(target=_child, args=(inlet, line, limit_s, target, args), daemon=True)
+            options = (inlet, line, deadline, not children)
+            child = context.Process(target=_child, args=(*options, target, args), daemon=True)
             child.start()
             inlet.close()
             children.append(child)
-            outlets.append(outlet)
-        return tuple(_result(outlet, end, deadline) for outlet, (end, _) in zip(outlets, ends, strict=True))
+            names[outlet] = target.__name__
+        return _results(names, deadline)
     finally:
         for child in children:
-            child.join(_GRACE_S if child.exitcode is None else 0)
+            child.join(_GRACE_S if sys.exc_info()[0] is None else 0)
             if child.is_alive():
                 child.kill()
                 child.join()
 
 
-def _result(outlet: Connection, end: End, deadline: float) -> Any:
-    if not outlet.poll(max(deadline - time.monotonic(), 0)):
-        raise RuntimeError(f"{end.__name__} did not finish in time")
+def _results(names: dict[Any, str], deadline: float) -> list[Any]:
+    """What each end hands back, in the order of ``names``; the first failure ends the wait."""
+    results: dict[Any, Any] = {}
+    while len(results) < len(names):
+        waiting = [outlet for outlet in names if outlet not in results]
+        ready = wait(waiting, max(deadline - time.monotonic(), 0))
+        if not ready:
+            raise RuntimeError(f"{' and '.join(names[outlet] for outlet in waiting)} did not finish in time")
+        for outlet in ready:
+            results[outlet] = _result(outlet, names[outlet])
+    return [results[outlet] for outlet in names]
+
+
+def _result(outlet: Any, name: str) -> Any:
     try:
         value, failure = outlet.recv()
     except EOFError as error:
-        raise RuntimeError(f"{end.__name__} died") from error
+        raise RuntimeError(f"{name} died") from error
     if failure:
-        raise RuntimeError(f"{end.__name__} failed:\n{failure}")
+        raise RuntimeError(f"{name} failed:\n{failure}")
     return value
 
 
-def _child(inlet: Connection, line: Connection, limit_s: float, target: End, args: tuple[Any, ...]) -> None:
+def _child(inlet: Connection, line: Connection, deadline: float, first: bool, target: End, args: Any) -> None:
+    # The monotonic clock is one for all processes of a host.
     try:
-        inlet.send((target(Peer(line, time.monotonic() + limit_s), *args), ""))
+        inlet.send((target(Peer(line, deadline, first), *args), ""))
     except BaseException:  # noqa: BLE001  the parent reports it
         inlet.send((None, traceback.format_exc()))

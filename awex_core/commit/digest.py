@@ -131,7 +131,10 @@ def verified_tensors(tensors: Sequence[CanonicalTensor], mode: VerifyMode, numbe
     fixed = {present[0], present[len(present) // 2], present[-1]} if present else set()
     seeds = tensor_seeds(tensors)
     rotating = (seeds + np.uint64(number)) % np.uint64(_SAMPLED_SHARE) == 0
-    return np.asarray([layer in fixed for layer in layers], dtype=bool) | rotating
+    chosen = np.asarray([layer in fixed for layer in layers], dtype=bool) | rotating
+    if count and not chosen.any():  # a model of few tensors still has one checked
+        chosen[number % count] = True
+    return chosen
 
 
 def _layer_of(name: str) -> int | None:

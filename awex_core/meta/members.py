@@ -97,7 +97,7 @@ class Members:
         names = {info.manifest for info in infos if isinstance(info, WriterInfo)}
         for info in infos:
             if not isinstance(info, JoinController):
-                names |= {info.layout, info.endpoint}
+                names |= {info.layout, info.manifest} if isinstance(info, WorkerInfo) else {info.layout, info.endpoint}
         return names
 
     # Leases

@@ -57,7 +57,7 @@ class WriterInfo(_Message, frozen=True):
 
 
 class WorkerInfo(_Message, frozen=True):
-    """One worker of one engine. ``layout`` and ``endpoint`` are empty until it has traced its model.
+    """One worker of one engine. ``layout`` is empty until it has traced its model, for the trainer's ``manifest``.
 
     ``controlled`` says that a controller pauses, commits and resumes this
     engine; without one (vLLM's offline ``LLM``), the engine has committed when
@@ -70,7 +70,7 @@ class WorkerInfo(_Message, frozen=True):
     process: Process
     controlled: bool
     layout: str = ""
-    endpoint: str = ""
+    manifest: str = ""
 
 
 class EngineView(_Message, frozen=True):

@@ -90,14 +90,15 @@ class Sync:
             self._open(now)
 
     def _open(self, now: float) -> None:
-        """Fix the engines that take part: a torn one does, because a full update repairs it."""
+        """Fix the engines that take part: a torn one does, because a full update repairs it; a refused one fails."""
         self.state, self.deadline = "open", now + self.timeout_s
         self.pulse.wake_by(self.deadline)
         for name, engine in self.engines.items():
-            if engine.live and engine.state != "refused":
+            if engine.live and engine.state == "refused":
+                reason = f"it refuses the trainer's model: {engine.reason}"
+                self.parts[name] = EngineSync(outcome="failed", generation=engine.generation, reason=reason)
+            elif engine.live:
                 self.parts[name] = EngineSync(outcome="pending", generation=engine.generation)
-        if not self.parts:
-            self.reason = "no engine was there to receive it"
         self._settle()
 
     def _settle(self) -> None:

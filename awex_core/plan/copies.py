@@ -14,7 +14,7 @@ from awex_core.layout.coverage import memory_overlaps
 from awex_core.layout.dtypes import DTYPES, can_convert
 from awex_core.layout.layout import CanonicalTensor, IntArray, Layout
 from awex_core.plan.boxes import Box, describe, join, subtract
-from awex_core.plan.cells import SourceIndex, pad_columns
+from awex_core.plan.cells import SourceIndex, index_sources, pad_columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +164,9 @@ def _check(sources: SourceIndex, table: CopyTable, to_source: IntArray, rank: in
 
 def _shape_faults(sources: SourceIndex, destination: Layout, to_source: IntArray, rank: int) -> Iterable[str]:
     found = to_source.tolist()
-    if [spec.shape for spec in destination.tensors] == [sources.tensors[source].shape for source in found]:
+    if -1 not in found and [spec.shape for spec in destination.tensors] == [
+        sources.tensors[source].shape for source in found
+    ]:
         return
     for spec, source in zip(destination.tensors, found, strict=True):
         if source >= 0 and sources.tensors[source].shape != spec.shape:
@@ -231,7 +233,14 @@ def _box(start: tuple[int, ...], extent: tuple[int, ...]) -> Box:
     return start, tuple(s + e for s, e in zip(start, extent, strict=True))
 
 
-def unused_tensors(sources: SourceIndex, destinations: Iterable[Layout]) -> list[str]:
-    """Source tensors that no destination rank has a place for, by name."""
-    used = {spec.name for layout in destinations for spec in layout.tensors}
-    return [spec.name for spec in sources.tensors if spec.name not in used]
+def unused_tensors(sources: SourceIndex, destinations: Sequence[Layout]) -> list[str]:
+    """Source tensors that the destination ranks together do not take completely: name, and how much they take."""
+    taken = index_sources(destinations)
+    volume = np.zeros(len(taken.tensors), dtype=np.int64)
+    np.add.at(volume, taken.tensor, taken.extent.prod(axis=1))
+    elements = {spec.name: int(count) for spec, count in zip(taken.tensors, volume, strict=True)}
+    return [
+        f"{spec.name}: it takes {elements.get(spec.name, 0)} of {spec.numel} elements"
+        for spec in sources.tensors
+        if elements.get(spec.name, 0) != spec.numel
+    ]

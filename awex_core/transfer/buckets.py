@@ -29,6 +29,7 @@ DIRECT_BYTES = 1 << 20
 class Bucket:
     """Pieces ``begin .. end`` of a program, each at ``offset[k - begin]`` of ``nbytes`` packed bytes.
 
+    ``payload`` is the pieces' own bytes, without what aligns them.
     ``alone``: one piece that needs no packing at an end where its bytes already lie in a row.
     """
 
@@ -36,6 +37,7 @@ class Bucket:
     end: int
     offset: IntArray
     nbytes: int
+    payload: int
     alone: bool = False
 
 
@@ -49,6 +51,11 @@ def split_pieces(program: CopyProgram, limit: int) -> CopyProgram:
     """Cut descriptors larger than ``limit`` bytes, first by rows, then by columns."""
     program = _split_along(program, "rows", limit // np.maximum(program.cols * program.dst_itemsize, 1))
     return _split_along(program, "cols", limit // program.dst_itemsize)
+
+
+def split_rows(program: CopyProgram, rows: IntArray) -> CopyProgram:
+    """Cut descriptor k after every ``rows[k]`` rows."""
+    return _split_along(program, "rows", rows)
 
 
 def _split_along(program: CopyProgram, axis: str, room: IntArray) -> CopyProgram:
@@ -87,12 +94,14 @@ def make_buckets(program: CopyProgram, limit: int, alone: npt.NDArray[np.bool_] 
         following = int(np.searchsorted(lonely, begin))
         stop = int(lonely[following]) if following < len(lonely) else len(size)
         if stop == begin:
-            buckets.append(Bucket(begin, begin + 1, np.zeros(1, dtype=np.int64), int(program.nbytes[begin]), True))
+            whole = int(program.nbytes[begin])
+            buckets.append(Bucket(begin, begin + 1, np.zeros(1, dtype=np.int64), whole, whole, alone=True))
             begin += 1
             continue
         end = min(stop, max(begin + 1, int(np.searchsorted(ends, base + limit, side="right"))))
         offset = ends[begin:end] - size[begin:end] - base
-        buckets.append(Bucket(begin, end, offset, int(ends[end - 1]) - base))
+        payload = int(program.nbytes[begin:end].sum())
+        buckets.append(Bucket(begin, end, offset, int(ends[end - 1]) - base, payload))
         begin = end
     return buckets
 

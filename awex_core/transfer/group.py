@@ -190,7 +190,7 @@ class _Pipeline:
         """Give the slot back and count the bytes."""
         if pending.slot is not None:
             self._free.append(pending.slot)
-        progress.moved(NAME, pending.transfer.bucket.nbytes)
+        progress.moved(NAME, pending.transfer.bucket.payload)
 
     def wait(self, work: Any, transfer: _Transfer, progress: Progress, deadline: Deadline) -> None:
         """Wait for one transfer's wire.

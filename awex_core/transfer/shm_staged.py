@@ -166,7 +166,7 @@ class _Flow:
         views.pack(slot) if writing else views.unpack(slot)
         self.ring.advance(writing=writing)
         self._next += 1
-        return bucket.nbytes
+        return bucket.payload
 
     def rewind(self) -> None:
         self._next = 0

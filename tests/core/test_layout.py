@@ -205,6 +205,15 @@ def test_a_shard_that_meets_itself(stride: tuple[int, ...], extent: tuple[int, .
     assert memory_overlaps(one(shard((0, 0), extent, 0, stride))) == ([(0, 0)] if shared else [])
 
 
+def test_a_wide_shard_meets_one_that_lies_beyond_another() -> None:
+    """The first spans all, the second lies in its gaps, the third beyond the second and on the first."""
+    t = [CanonicalTensor(name, (4,), "uint8") for name in "abc"]
+    wide = shard((0,), (4,), 0, (10,), dtype="uint8", tensor=t[0])
+    within = shard((0,), (4,), 2, (1,), dtype="uint8", tensor=t[1])
+    beyond = shard((0,), (4,), 19, (1,), dtype="uint8", tensor=t[2])
+    assert memory_overlaps(one(wide, within, beyond)) == [(0, 2)]
+
+
 def test_interleaved_shards_share_nothing() -> None:
     even, odd = shard((0, 0), (4, 3), 0, (24, 8)), shard((0, 3), (4, 3), 4, (24, 8))
     assert memory_overlaps(one(even, odd)) == [] and memory_gaps(one(even, odd)) == []

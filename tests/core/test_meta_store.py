@@ -335,7 +335,10 @@ def test_a_version_opens_when_the_last_rank_arrives_with_the_engines_there_at_th
     assert (sync_of(store).state, sync_of(store).arrived) == ("gathering", [1])
     store.announce(announce(0), 5)
     sync = sync_of(store, 5)
-    assert (sync.state, sorted(sync.engines), sync.remaining_s) == ("open", ["a", "c"], 60)
+    outcomes = {name: engine.outcome for name, engine in sync.engines.items()}
+    assert (sync.state, sync.remaining_s) == ("open", 60)
+    assert outcomes == {"a": "pending", "b": "failed", "c": "pending"}
+    assert "refuses the trainer's model" in sync.engines["b"].reason
     store.join_worker(worker("late", controlled=False), 5)
     assert "late" not in sync_of(store).engines
     reply = store.report_worker(m.ReportWorker(incarnation="late-0-1", version=Version(1, 1)), 5)
@@ -344,7 +347,7 @@ def test_a_version_opens_when_the_last_rank_arrives_with_the_engines_there_at_th
 
 def test_without_engines_a_version_is_done_at_once():
     store = open_store(engines=())
-    assert (sync_of(store).state, sync_of(store).reason) == ("done", "no engine was there to receive it")
+    assert (sync_of(store).state, sync_of(store).reason) == ("done", "")
 
 
 def test_a_rank_may_announce_again_until_the_version_is_done():

@@ -22,7 +22,7 @@ from tests.support.trainer import RENDEZVOUS, TrainerSpec
 
 BIN = Path(sys.executable).parent
 
-LEASE_S = 4.0
+LEASE_S = 10.0
 START_LIMIT_S = 300.0
 
 CPU_ENV = {

@@ -1,0 +1,198 @@
+"""A small engine without tokens: a model in a dict, split by tensor parallelism, that follows a trainer.
+
+For unit tests and for reading: it shows all that an engine plugin has to give.
+End-to-end tests use real engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from awex_core.config import SyncConfig
+from awex_core.controller import EngineController
+from awex_core.engine import TracedModel
+from awex_core.errors import PlanError
+from awex_core.layout.layout import CanonicalTensor
+from awex_core.layout.live import Memory, flat_bytes
+from awex_core.layout.trace import trace_loader
+from awex_core.reader import WeightReader
+from awex_core.version import Version
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class FakeModel:
+    """One worker's share of a two-matrix block: ``up`` and ``gate`` fused by rows, ``down`` cut by columns.
+
+    ``norm`` is replicated; ``embed`` is cut by rows and padded, and its padding
+    is filled with zeros by the loader.
+    """
+
+    def __init__(self, hidden: int, ffn: int, vocab: int, rank: int, world: int, dtype: torch.dtype) -> None:
+        self.rank, self.world = rank, world
+        self.rows = -(-vocab // world)
+        self.cut = torch.tensor_split(torch.arange(ffn), world)[rank]
+        width = len(self.cut)
+        # Memory as torch.empty leaves it: a follower must not rely on what was there before.
+        self.tensors = {
+            "gate_up": torch.full((2 * width, hidden), 7, dtype=dtype),
+            "down": torch.full((hidden, width), 7, dtype=dtype),
+            "norm": torch.full((hidden,), 7, dtype=dtype),
+            "embed": torch.full((self.rows, hidden), 7, dtype=dtype),
+        }
+
+    def load_weights(self, weights: Weights) -> None:
+        """Load a checkpoint, as an engine's model class does."""
+        begin, width = int(self.cut[0]), len(self.cut)
+        for name, loaded in weights:
+            kind = name.rsplit(".", 2)[-2]
+            if kind in ("gate", "up"):
+                offset = 0 if kind == "gate" else width
+                self.tensors["gate_up"][offset : offset + width].copy_(loaded.narrow(0, begin, width))
+            elif kind == "down":
+                self.tensors["down"].copy_(loaded.narrow(1, begin, width))
+            elif kind == "embed":
+                self._load_embed(loaded)
+            elif kind == "norm":
+                self.tensors["norm"].copy_(loaded)
+            else:
+                raise ValueError(f"there is no place for {name}")
+
+    def _load_embed(self, loaded: torch.Tensor) -> None:
+        mine = loaded[self.rank * self.rows : (self.rank + 1) * self.rows]
+        self.tensors["embed"][: mine.shape[0]].copy_(mine)
+        self.tensors["embed"][mine.shape[0] :].fill_(0)
+
+
+def fake_weights(
+    hidden: int = 6, ffn: int = 10, vocab: int = 11, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """A checkpoint for ``FakeModel``."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+        "down": (hidden, ffn),
+        "norm": (hidden,),
+        "embed": (vocab, hidden),
+    }
+    return {f"model.{kind}.weight": torch.randn(shape, generator=draw).to(dtype) for kind, shape in shapes.items()}
+
+
+class FakeWorkerModel:
+    """``WorkerModel`` over a ``FakeModel``. ``on_finish`` may fail or delay, for tests of failures."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: FakeModel) -> None:
+        self.model = model
+        self.on_finish: Callable[[], None] | None = None
+
+    def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
+        """See ``WorkerModel.trace``."""
+        trace = trace_loader(self.model.load_weights, manifest, self.model.tensors)
+        faults = [str(fault) for fault in trace.untraced]
+        faults += [f"{trace.layout.buffers[gap.buffer].name}: bytes {gap.start} to {gap.end}" for gap in trace.gaps]
+        if faults:
+            raise PlanError("the fake engine cannot receive the trainer's model", faults)
+        return TracedModel(trace.layout)
+
+    def begin(self) -> Memory:
+        """See ``WorkerModel.begin``."""
+        return Memory(tuple(flat_bytes(tensor) for tensor in self.model.tensors.values()))
+
+    def finish(self) -> None:
+        """See ``WorkerModel.finish``."""
+        if self.on_finish is not None:
+            self.on_finish()
+
+    def abort(self) -> None:
+        """See ``WorkerModel.abort``; nothing was allocated."""
+
+
+class FakeEngine:
+    """An engine of several workers and a controller, all in this process. ``EngineHost`` for its own controller."""
+
+    def __init__(
+        self, name: str, world: int, config: SyncConfig, *, require_version: bool = False, **sizes: int
+    ) -> None:
+        shape = {"hidden": 6, "ffn": 10, "vocab": 11} | sizes
+        self.name, self.world, self.config = name, world, config
+        self.models = [
+            FakeWorkerModel(FakeModel(**shape, rank=rank, world=world, dtype=torch.float32)) for rank in range(world)
+        ]
+        self.readers: list[WeightReader] = []
+        self.controller = EngineController(self, engine=name, config=config, require_version=require_version)
+        self.events: list[str] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Join the job and follow it."""
+        await self.controller.start()
+        self._task = asyncio.create_task(self.controller.run())
+
+    async def stop(self) -> None:
+        """Leave the job."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.to_thread(self.controller.close)
+        for reader in self.readers:
+            await asyncio.to_thread(reader.close)
+
+    async def _each(self, call: Callable[[WeightReader], object]) -> None:
+        await asyncio.gather(*(asyncio.to_thread(call, reader) for reader in self.readers))
+
+    async def prepare(self) -> None:
+        """See ``EngineHost.prepare``."""
+        if not self.readers:
+            self.readers = await asyncio.gather(*(asyncio.to_thread(self._join, rank) for rank in range(self.world)))
+        await self._each(WeightReader.prepare)
+
+    def _join(self, rank: int) -> WeightReader:
+        return WeightReader(
+            self.models[rank], engine=self.name, rank=rank, world=self.world, controlled=True, config=self.config
+        )
+
+    async def connect(self, version: Version) -> None:
+        """See ``EngineHost.connect``."""
+        self.events.append(f"connect {version}")
+        await self._each(WeightReader.connect)
+
+    async def pause(self) -> None:
+        """See ``EngineHost.pause``."""
+        self.events.append("pause")
+
+    async def receive(self, version: Version) -> None:
+        """See ``EngineHost.receive``."""
+        self.events.append("receive")
+        await self._each(WeightReader.receive)
+        await self._each(WeightReader.finish)
+
+    async def release(self) -> None:
+        """See ``EngineHost.release``."""
+        self.events.append("release")
+        await self._each(WeightReader.finish)
+
+    async def resume(self, version: Version) -> None:
+        """See ``EngineHost.resume``."""
+        self.events.append(f"resume {version}")
+
+    async def fail_requests(self) -> None:
+        """See ``EngineHost.fail_requests``."""
+        self.events.append("fail")
+
+
+def holds(engine: FakeEngine, weights: Mapping[str, torch.Tensor]) -> bool:
+    """Whether every worker's memory is bit for bit what loading ``weights`` would leave there."""
+    for worker in engine.models:
+        model = worker.model
+        vocab, hidden = weights["model.embed.weight"].shape
+        fresh = FakeModel(hidden, weights["model.gate.weight"].shape[0], vocab, model.rank, model.world, torch.float32)
+        fresh.load_weights(weights.items())
+        if any(not torch.equal(tensor, model.tensors[name]) for name, tensor in fresh.tensors.items()):
+            return False
+    return True

@@ -1,0 +1,126 @@
+"""Settings: what is refused and how it is said, where values come from, and that the token stays secret."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from awex_core.config import SyncConfig, read_token
+from awex_core.errors import ConfigError
+
+SERVER = "127.0.0.1:8900"
+ENVIRON = {"AWEX_META_SERVER": SERVER, "AWEX_TOKEN": "s3cret-token"}
+
+
+def config(**changes: Any) -> SyncConfig:
+    return SyncConfig(**{"meta_server": SERVER, "token": "s3cret-token"} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"meta_server": "127.0.0.1"}, "meta server address '127.0.0.1' is not HOST:PORT, for example 127.0.0.1:8900"),
+        ({"meta_server": ":8900"}, "not HOST:PORT"),
+        ({"meta_server": "host:"}, "not HOST:PORT"),
+        ({"meta_server": "http://host"}, "not HOST:PORT"),
+        ({"meta_server": "host:0"}, "not HOST:PORT"),
+        ({"meta_server": "host:65536"}, "not HOST:PORT"),
+        ({"meta_server": "host:²"}, "not HOST:PORT"),
+        ({"transport": "rdma"}, "transport must be one of auto, "),
+        ({"verify": "yes"}, "verify must be one of off, sampled, full; got 'yes'"),
+        ({"sync_timeout_s": 0}, "sync_timeout_s must be positive and finite, got 0"),
+        ({"sync_timeout_s": float("inf")}, "sync_timeout_s must be positive and finite, got inf"),
+        ({"connect_timeout_s": float("nan")}, "connect_timeout_s must be positive and finite, got nan"),
+        ({"bucket_nbytes": -1}, "bucket_nbytes must be positive and finite, got -1"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(**changes)
+    assert message in str(raised.value) and "s3cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("server", ["localhost:1", "[::1]:65535", "trainer-0.pod.cluster.local:8900"])
+def test_addresses_that_are_fine(server: str) -> None:
+    assert config(meta_server=server).meta_server == server
+
+
+def test_the_token_is_never_shown() -> None:
+    for shown in (repr(config()), str(config()), f"{config()}", repr([config()])):
+        assert "s3cret" not in shown and "token" not in shown
+        assert "meta_server='127.0.0.1:8900'" in shown
+    hidden = {field.name for field in dataclasses.fields(SyncConfig) if f"{field.name}=" not in repr(config())}
+    assert hidden == {"token"}
+
+
+def test_every_setting_has_a_variable() -> None:
+    environ = ENVIRON | {
+        "AWEX_JOB": "run-7",
+        "AWEX_TRANSPORT": "nccl",
+        "AWEX_VERIFY": "sampled",
+        "AWEX_SYNC_TIMEOUT": "12.5",
+        "AWEX_CONNECT_TIMEOUT": "3",
+        "AWEX_BUCKET_BYTES": "1024",
+    }
+    assert SyncConfig.from_env(environ) == SyncConfig(
+        SERVER, "s3cret-token", "run-7", "nccl", "sampled", sync_timeout_s=12.5, connect_timeout_s=3, bucket_nbytes=1024
+    )
+
+
+def test_an_argument_wins_over_a_variable_and_a_variable_over_the_default() -> None:
+    environ = ENVIRON | {"AWEX_JOB": "from-environment", "AWEX_SYNC_TIMEOUT": "12"}
+    given = SyncConfig.from_env(environ, job="given", token="given-token", meta_server=None, transport=None)
+    assert (given.job, given.token, given.meta_server) == ("given", "given-token", SERVER)
+    assert (given.sync_timeout_s, given.transport) == (12, "auto")
+
+
+def test_an_empty_variable_is_no_variable() -> None:
+    environ = ENVIRON | {"AWEX_JOB": "", "AWEX_BUCKET_BYTES": ""}
+    assert SyncConfig.from_env(environ) == config()
+    with pytest.raises(ConfigError, match="no meta server: pass --weight-sync-meta-server HOST:PORT or set AWEX_META"):
+        SyncConfig.from_env(ENVIRON | {"AWEX_META_SERVER": ""})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("AWEX_BUCKET_BYTES", "256MiB", "bucket_nbytes must be a number, got '256MiB'"),
+        ("AWEX_BUCKET_BYTES", "1.5", "bucket_nbytes must be a number"),
+        ("AWEX_SYNC_TIMEOUT", "soon", "sync_timeout_s must be a number, got 'soon'"),
+        ("AWEX_SYNC_TIMEOUT", "-3", "sync_timeout_s must be positive"),
+        ("AWEX_TRANSPORT", "carrier-pigeon", "transport must be one of"),
+    ],
+)
+def test_a_malformed_variable(variable: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SyncConfig.from_env(ENVIRON | {variable: value})
+
+
+def test_where_the_token_comes_from(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("from-file\n")
+    assert read_token({"AWEX_TOKEN_FILE": str(path)}) == "from-file"
+    assert read_token({"AWEX_TOKEN_FILE": str(path), "AWEX_TOKEN": "direct"}) == "direct"
+    with pytest.raises(ConfigError, match="no token: set AWEX_TOKEN_FILE to the file that `awex meta-server` printed"):
+        read_token({})
+    with pytest.raises(ConfigError, match=r"cannot read the token file .*missing \(AWEX_TOKEN_FILE\): No such file"):
+        read_token({"AWEX_TOKEN_FILE": str(tmp_path / "missing")})
+    path.write_text("  \n")
+    with pytest.raises(ConfigError, match="no token"):
+        read_token({"AWEX_TOKEN_FILE": str(path)})
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (ENVIRON | {"AWEX_JOB": "mine"}).items():
+        monkeypatch.setenv(name, value)
+    assert SyncConfig.from_env().job == "mine"
+
+
+def test_another_time_limit() -> None:
+    assert config().with_timeout(None) == config()
+    assert config().with_timeout(7) == config(sync_timeout_s=7)
+    with pytest.raises(ConfigError, match="sync_timeout_s must be positive"):
+        config().with_timeout(0)

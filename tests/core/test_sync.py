@@ -1,0 +1,493 @@
+"""Writers, readers and controllers over a real meta server: what happens to versions when things go right and wrong.
+
+The engine is the shipped fake one; transports, planning, digests and HTTP are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from awex_core.config import SyncConfig
+from awex_core.errors import Fenced, MetaServerError, SyncFailed, SyncTimeout
+from awex_core.layout.live import ShardCollector
+from awex_core.meta.server import MetaServer
+from awex_core.session import ReaderSession
+from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
+from awex_core.version import Version
+from awex_core.writer import SyncResult, WeightWriter
+
+T = TypeVar("T")
+TOKEN = "test-token"
+LEASE_S = 1.5
+
+
+@pytest.fixture
+def meta() -> Iterator[MetaServer]:
+    with MetaServer(TOKEN, lease_s=LEASE_S) as server:
+        yield server
+
+
+@pytest.fixture
+def config(meta: MetaServer) -> SyncConfig:
+    return SyncConfig(meta.address, TOKEN, sync_timeout_s=20, connect_timeout_s=10)
+
+
+class Loop:
+    """An event loop in a thread of its own, for controllers."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.engines: list[FakeEngine] = []
+
+    def run(self, call: Awaitable[T], limit_s: float = 30) -> T:
+        async def wait() -> T:
+            return await call
+
+        return asyncio.run_coroutine_threadsafe(wait(), self._loop).result(limit_s)
+
+    def engine(self, name: str, world: int, config: SyncConfig, **options: Any) -> FakeEngine:
+        """Start an engine and keep it until the test ends."""
+
+        async def make() -> FakeEngine:
+            engine = FakeEngine(name, world, config, **options)
+            await engine.start()
+            return engine
+
+        engine = self.run(make())
+        self.engines.append(engine)
+        return engine
+
+    def stop(self, engine: FakeEngine) -> None:
+        self.engines.remove(engine)
+        self.run(engine.stop())
+
+    def close(self) -> None:
+        for engine in list(self.engines):
+            self.stop(engine)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    running = Loop()
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+class Trainer:
+    """Writer ranks in threads, each with its rows of every matrix."""
+
+    def __init__(self, config: SyncConfig, world: int = 2, run: str = "run", **sizes: int) -> None:
+        self.weights = fake_weights(**sizes)
+        self.shares = [self._share(rank, world) for rank in range(world)]
+        self._pool = ThreadPoolExecutor(world)
+        built = [self._collect(share) for share in self.shares]
+        manifest = sorted({spec for layout, _ in built for spec in layout.tensors})
+
+        def join(rank: int) -> WeightWriter:
+            layout, memory = built[rank]
+            return WeightWriter(layout, memory, rank=rank, world=world, run=run, manifest=manifest, config=config)
+
+        self.writers = list(self._pool.map(join, range(world)))
+
+    def _share(self, rank: int, world: int) -> dict[str, tuple[int, torch.Tensor]]:
+        share = {}
+        for name, full in self.weights.items():
+            rows = torch.tensor_split(torch.arange(full.shape[0]), world)[rank]
+            share[name] = (int(rows[0]), full[rows].clone())
+        return share
+
+    def _collect(self, share: dict[str, tuple[int, torch.Tensor]]) -> Any:
+        collector = ShardCollector()
+        for name, (begin, part) in share.items():
+            full = self.weights[name]
+            collector.add(name, full.shape, (begin, *[0] * (full.dim() - 1)), part)
+        return collector.build()
+
+    def train(self, seed: int) -> None:
+        """Other weights, in the same memory."""
+        vocab, hidden = self.weights["model.embed.weight"].shape
+        ffn = self.weights["model.gate.weight"].shape[0]
+        self.weights = fake_weights(hidden, ffn, vocab, seed=seed)
+        for share in self.shares:
+            for name, (begin, part) in share.items():
+                part.copy_(self.weights[name][begin : begin + len(part)])
+
+    def start(self, number: int, **options: Any) -> list[Future[SyncResult]]:
+        return [self._pool.submit(writer.write_weights, number, **options) for writer in self.writers]
+
+    def write(self, number: int, **options: Any) -> SyncResult:
+        self.train(number)
+        results = [future.result(60) for future in self.start(number, **options)]
+        assert all(result.committed == results[0].committed for result in results)
+        return results[0]
+
+    def close(self) -> None:
+        if self._pool._shutdown:
+            return
+        list(self._pool.map(WeightWriter.close, self.writers))
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def make_trainer(config: SyncConfig) -> Iterator[Callable[..., Trainer]]:
+    made: list[Trainer] = []
+
+    def make(**options: Any) -> Trainer:
+        trainer = Trainer(options.pop("config", config), **options)
+        made.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def eventually(condition: Callable[[], bool], limit_s: float = 15) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.05)
+
+
+def serves(engine: FakeEngine) -> Version | None:
+    """The version an engine serves, once it is ready."""
+    return engine.controller.version if engine.controller.state == "ready" else None
+
+
+# Right
+
+
+@pytest.mark.parametrize("transport", ["shm", "nccl"])
+def test_three_versions_reach_engines_of_other_degrees(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], transport: Any
+) -> None:
+    config = replace(config, transport=transport)
+    engines = [loop.engine("three", 3, config), loop.engine("one", 1, config)]
+    trainer = make_trainer(config=config)
+    for number in (1, 2, 5):
+        result = trainer.write(number)
+        assert result.committed == ("one", "three") and not result.failed
+        for engine in engines:
+            assert holds(engine, trainer.weights)
+            eventually(lambda engine=engine, number=number: serves(engine) == Version(1, number))
+            figures = result.figures[engine.name]
+            assert figures["verified_nbytes"] == figures["moved_nbytes"] > 0
+    eventually(lambda: engines[0].events[-1] == "resume 1.5")
+    assert engines[0].events[-4:] == ["connect 1.5", "pause", "receive", "resume 1.5"]
+
+
+def test_memory_shared_by_staging_gives_the_same(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("awex_core.transfer.shm.why_unreadable", lambda _: "not permitted here")
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer()
+    for number in (1, 2):
+        trainer.write(number)
+        assert holds(engine, trainer.weights)
+
+
+def test_an_engine_that_is_there_first_serves_version_0_then_follows(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    early = loop.engine("early", 1, config)
+    strict = loop.engine("strict", 1, config, require_version=True)
+    assert early.controller.why_closed() == ""
+    assert "no trainer has published" in strict.controller.why_closed()
+    make_trainer().write(1)
+    eventually(lambda: strict.controller.why_closed() == "")
+    eventually(lambda: early.controller.status()["version"] == {"epoch": 1, "number": 1})
+
+
+def test_a_late_engine_joins_with_the_next_version(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    first = loop.engine("first", 1, config)
+    trainer = make_trainer()
+    assert trainer.write(1).committed == ("first",)
+    late = loop.engine("late", 2, config)
+    assert late.controller.version == Version(0, 0)
+    assert trainer.write(2).committed == ("first", "late")
+    assert holds(first, trainer.weights) and holds(late, trainer.weights)
+
+
+def test_without_any_engine_a_version_is_published_to_nobody(make_trainer: Callable[..., Trainer]) -> None:
+    trainer = make_trainer()
+    assert trainer.write(1).committed == ()
+    with pytest.raises(SyncFailed, match="0 of 1"):
+        trainer.write(2, quorum=1)
+
+
+@pytest.mark.parametrize("verify", ["off", "sampled", "full"])
+def test_verify_modes(config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], verify: str) -> None:
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer()
+    result = trainer.write(3, verify=verify)
+    figures = result.figures["e"]
+    share = figures["verified_nbytes"] / figures["moved_nbytes"]
+    assert (share == 1) if verify == "full" else (share == 0) if verify == "off" else (0 < share < 1)
+    assert holds(engine, trainer.weights)
+
+
+# Versions and epochs
+
+
+def test_a_version_must_rise(loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]) -> None:
+    loop.engine("e", 1, config)
+    trainer = make_trainer()
+    trainer.write(4)
+    with pytest.raises(Fenced, match=r"4"):
+        trainer.writers[0].write_weights(4)
+    with pytest.raises(Fenced):
+        trainer.writers[1].write_weights(2)
+    assert trainer.write(5).version == Version(1, 5)
+
+
+def test_a_restarted_trainer_begins_a_new_epoch_and_fences_the_old_one(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
+) -> None:
+    engine = loop.engine("e", 2, config)
+    old = make_trainer(run="before")
+    old.write(7)
+    new = make_trainer(run="after", world=3)
+    assert new.write(1).version == Version(2, 1)  # an older number, and still a newer version
+    assert holds(engine, new.weights)
+    with pytest.raises(Fenced, match="after"):
+        old.writers[0].write_weights(8)
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("sizes", "complaint"),
+    [({"hidden": 8}, "gate_up"), ({"ffn": 14}, "down"), ({"vocab": 30}, "embed")],
+)
+def test_another_model_is_refused_by_name_and_the_engine_keeps_serving(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], sizes: dict[str, int], complaint: str
+) -> None:
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer(run="wrong", **sizes)
+    eventually(lambda: engine.controller.state == "refused" or engine.controller.version.number == 1, 5)
+    assert engine.controller.state == "refused"
+    assert complaint in engine.controller.reason
+    assert engine.controller.why_closed() == ""
+    with pytest.raises(SyncFailed, match="refuses the trainer's model"):
+        trainer.write(1)
+    trainer.close()
+    make_trainer(run="right").write(1)
+    eventually(lambda: serves(engine) == Version(2, 1))
+
+
+# Failures
+
+
+def test_an_engine_that_fails_is_named_and_torn_and_repaired_by_the_next_version(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
+) -> None:
+    good, bad = loop.engine("good", 1, config), loop.engine("bad", 2, config)
+    trainer = make_trainer()
+
+    def fail() -> None:
+        raise RuntimeError("the post-load step broke")
+
+    bad.models[1].on_finish = fail
+    with pytest.raises(SyncFailed, match="1 of 2") as caught:
+        trainer.write(1)
+    assert "post-load step broke" in caught.value.failed["bad"] and "worker 1" in caught.value.failed["bad"]
+    assert holds(good, trainer.weights)
+    eventually(lambda: "fail" in bad.events)
+    assert bad.controller.state == "torn" and "incomplete" in bad.controller.why_closed()
+    bad.models[1].on_finish = None
+    assert trainer.write(2).committed == ("bad", "good")
+    eventually(lambda: bad.controller.state == "ready" and not bad.controller.why_closed())
+    assert holds(bad, trainer.weights)
+
+
+def test_a_quorum_is_enough(loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]) -> None:
+    loop.engine("good", 1, config)
+    bad = loop.engine("bad", 1, config)
+    trainer = make_trainer()
+    bad.models[0].on_finish = lambda: 1 / 0  # type: ignore[assignment,return-value]
+    result = trainer.write(1, quorum=1)
+    assert result.committed == ("good",) and "division" in result.failed["bad"]
+
+
+def flip_a_bit(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
+    """After ``ReaderSession.receive``, spoil one element of the engine called ``e``, as often as asked."""
+    original, spoiled = ReaderSession.receive, []
+
+    def receive(self: ReaderSession, memory: Any, *rest: Any) -> None:
+        original(self, memory, *rest)
+        if len(spoiled) < times:
+            spoiled.append(self.key.engine)
+            memory.buffers[0][5] ^= 1
+
+    monkeypatch.setattr(ReaderSession, "receive", receive)
+    return spoiled
+
+
+def test_one_flipped_bit_is_pulled_again(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer()
+    spoiled = flip_a_bit(monkeypatch, 1)
+    trainer.write(1)
+    assert spoiled and holds(engine, trainer.weights)
+
+
+def test_a_lasting_difference_tears_the_engine_and_names_the_tensor(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer()
+    flip_a_bit(monkeypatch, 2)
+    with pytest.raises(SyncFailed, match=r"model\.gate\.weight") as caught:
+        trainer.write(1)
+    assert "digest" in caught.value.failed["e"]
+    eventually(lambda: engine.controller.state == "torn")
+    trainer.write(2)
+    eventually(lambda: serves(engine) == Version(1, 2))
+    assert holds(engine, trainer.weights)
+
+
+def test_a_pull_that_outlasts_the_writer_is_discarded(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
+) -> None:
+    engine = loop.engine("slow", 1, config)
+    trainer = make_trainer()
+    trainer.write(1)
+    release = threading.Event()
+    engine.models[0].on_finish = lambda: release.wait(20) and None
+    begun = time.monotonic()
+    with pytest.raises(SyncFailed, match="not committed after 2 s"):
+        trainer.write(2, timeout_s=2)
+    assert time.monotonic() - begun < 8
+    trainer.train(99)  # the trainer goes on: what was pulled may be mixed
+    release.set()
+    eventually(lambda: engine.controller.state == "torn")
+    assert engine.controller.version == Version(1, 1)
+    engine.models[0].on_finish = None
+    trainer.write(3)
+    eventually(lambda: serves(engine) == Version(1, 3))
+    assert holds(engine, trainer.weights)
+
+
+def test_a_rank_that_does_not_come_is_named_and_engines_are_untouched(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
+) -> None:
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer()
+    with pytest.raises(SyncFailed, match="rank 1"):
+        trainer.writers[0].write_weights(1, timeout_s=2)
+    assert engine.controller.state == "ready" and "pause" not in engine.events
+    assert trainer.write(2).committed == ("e",)
+
+
+def test_a_writer_that_dies_while_others_wait_is_named(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
+) -> None:
+    loop.engine("e", 1, config)
+    trainer = make_trainer()
+    waiting = trainer._pool.submit(trainer.writers[0].write_weights, 1)
+    time.sleep(0.3)
+    trainer.writers[1]._leases.close()  # as SIGKILL would
+    with pytest.raises(SyncFailed, match="rank 1"):
+        waiting.result(4 * LEASE_S + 5)
+
+
+def test_an_engine_that_dies_during_a_sync_is_named_and_the_others_go_on(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
+) -> None:
+    good, dying = loop.engine("good", 1, config), loop.engine("dying", 2, config)
+    trainer = make_trainer()
+    hang = threading.Event()
+
+    def die() -> None:
+        dying.readers[0]._leases.close()
+        hang.wait(20)
+
+    dying.models[0].on_finish = die
+    try:
+        with pytest.raises(SyncFailed, match="1 of 2") as caught:
+            trainer.write(1)
+        assert "worker 0 of engine dying" in caught.value.failed["dying"]
+        eventually(lambda: serves(good) == Version(1, 1))
+    finally:
+        hang.set()
+    eventually(lambda: "dying" not in trainer.writers[0].wait_for_engines(1, timeout_s=5))
+    assert trainer.write(2).committed == ("good",)
+
+
+def test_nothing_stays_paused_when_resuming_fails_once(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = loop.engine("e", 1, config)
+    resume, failures = engine.resume, []
+
+    async def resume_later(version: Version) -> None:
+        if not failures:
+            failures.append(version)
+            raise RuntimeError("not now")
+        await resume(version)
+
+    monkeypatch.setattr(engine, "resume", resume_later)
+    make_trainer().write(1)
+    eventually(lambda: "resume 1.1" in engine.events)
+
+
+# The meta server
+
+
+def test_a_restarted_meta_server_is_joined_again_and_versions_go_on_rising(
+    meta: MetaServer, loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
+) -> None:
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer()
+    trainer.write(1)
+    host, port = meta.address.rsplit(":", 1)
+    meta.stop()
+    with MetaServer(TOKEN, host=host, port=int(port), lease_s=LEASE_S):
+        eventually(lambda: trainer.writers[0].wait_for_engines(1, timeout_s=20) == ["e"], 30)
+        result = trainer.write(2)
+        assert result.committed == ("e",) and result.version > Version(1, 1)
+        assert holds(engine, trainer.weights)
+        trainer.close()
+        for each in list(loop.engines):
+            loop.stop(each)
+
+
+def test_without_the_meta_server_a_writer_returns_in_time_and_names_it(
+    meta: MetaServer, loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
+) -> None:
+    config = replace(config, connect_timeout_s=2)
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer(config=config)
+    trainer.write(1)
+    blocked = threading.Event()
+    engine.models[0].on_finish = lambda: blocked.wait(20) and None
+    futures = trainer.start(2, timeout_s=3)
+    eventually(lambda: "receive" in engine.events[4:])
+    meta.stop()
+    blocked.set()
+    for future in futures:
+        with pytest.raises((MetaServerError, SyncTimeout), match=meta.address.rsplit(":", 1)[1]):
+            future.result(40)
+    eventually(lambda: engine.controller.state == "torn", 20)
