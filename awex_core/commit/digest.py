@@ -20,7 +20,7 @@ from awex_core.errors import LayoutError
 from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory
-from awex_core.mixing import CHUNK, element_bits, mix_sum
+from awex_core.mixing import CHUNK, mix_block
 from awex_core.plan.copies import tensor_seeds
 from awex_core.plan.program import CopyProgram
 from awex_core.transfer.views import descriptor_view
@@ -74,17 +74,13 @@ def _digest_descriptor(program: CopyProgram, k: int, memory: Memory, side: str, 
     view = descriptor_view(program, k, memory, side)
     rows, cols = view.shape
     row_step, col_step = int(program.canonical_row_stride[k]), int(program.canonical_col_stride[k])
-    device = view.device
     total, base = 0, int(program.canonical[k])
     block_cols = min(cols, CHUNK)
     block_rows = max(1, CHUNK // block_cols)
     for c in range(0, cols, block_cols):
-        col_index = torch.arange(c, min(c + block_cols, cols), device=device) * col_step
         for r in range(0, rows, block_rows):
-            row_index = torch.arange(r, min(r + block_rows, rows), device=device) * row_step
-            block = view[r : r + block_rows, c : c + block_cols].to(wanted).contiguous()
-            index = base + row_index[:, None] + col_index[None, :]
-            total += mix_sum(element_bits(block), index, seed)
+            block = view[r : r + block_rows, c : c + block_cols].to(wanted)
+            total += mix_block(block, base + r * row_step + c * col_step, row_step, col_step, seed)
     return total % (1 << 64)
 
 

@@ -123,6 +123,19 @@ class MetaClient:
         message = JoinController(engine=engine, process=process, state=state, version=version, reason=reason)
         return self._post(message, JoinReply)
 
+    def check(self) -> None:
+        """Make sure that the server is there and takes our token; whether anyone has joined the job does not matter.
+
+        Raises:
+            Unreachable: no answer within the client's time limit.
+            Unauthorized: it does not take the token.
+        """
+        try:
+            self.heartbeat([])
+        except Refused as error:
+            if error.code != "unknown":
+                raise
+
     def heartbeat(self, incarnations: Iterable[str], *, timeout_s: float | None = None) -> list[str]:
         """Renew leases; returns the incarnations that must join again."""
         message = Heartbeat(incarnations=list(incarnations))

@@ -168,8 +168,11 @@ def _check_trace(trace: Trace, slots: dict[str, _Slot]) -> None:
     """Refuse, by name, what tracing could not follow and parameters that would keep old values."""
     faults = [str(untraced) for untraced in trace.untraced]
     covered = {int(index) for index in trace.layout.buffer}
+    filled = {_storage(slots[trace.layout.buffers[index].name].live) for index in covered} - {None}
     for gap in trace.gaps:
         slot = slots[trace.layout.buffers[gap.buffer].name]
+        if gap.buffer not in covered and _storage(slot.live) in filled:
+            continue  # tied: live, it is another parameter's memory, which is written
         # A tensor that no checkpoint fills (rotary tables, attention scales) is none of the trainer's business.
         if gap.buffer in covered or _is_weight(slot):
             size = trace.layout.buffers[gap.buffer].nbytes
@@ -178,6 +181,10 @@ def _check_trace(trace: Trace, slots: dict[str, _Slot]) -> None:
             )
     if faults:
         raise PlanError("this engine cannot receive the trainer's model", faults)
+
+
+def _storage(live: torch.Tensor | None) -> int | None:
+    return live.untyped_storage()._cdata if live is not None and live.numel() else None
 
 
 def _is_weight(slot: _Slot) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
+from awex_core.meta.client import MetaClient
 
 KvMode = Literal["recompute", "keep", "abort"]
 
@@ -116,6 +117,7 @@ def export_options(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: a flag is missing or does not go with another; before any model is loaded.
+        MetaServerError: the meta server does not answer within the time limit, or not to this token.
     """
     if getattr(args, "weight_sync_backend", None) is None:
         given = [flag for flag in _ENV if getattr(args, flag, None)]
@@ -133,7 +135,7 @@ def export_options(args: argparse.Namespace) -> None:
     os.environ["AWEX_ENGINE_WORKERS"] = str(
         args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
     )
-    SyncConfig.from_env()
+    config = SyncConfig.from_env()
     if EngineOptions.from_env().kv == "keep" and getattr(args, "enable_prefix_caching", None) is not False:
         raise ConfigError(
             "--weight-sync-kv=keep needs --no-enable-prefix-caching: vLLM cannot drop cached blocks that running "
@@ -145,3 +147,6 @@ def export_options(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--weight-sync-backend=awex does not support --speculative-config: a draft model would keep its old weights"
         )
+    # Before the model is loaded, which may take minutes.
+    with MetaClient(config.meta_server, config.job, config.token, timeout_s=config.connect_timeout_s) as client:
+        client.check()

@@ -1,0 +1,226 @@
+"""Other ways to run a real vLLM: dummy weights, data parallel, KV kept or dropped, offline, without the flag."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.compare import compare_dumps
+from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, VllmServer, engine_env
+from tests.support.lines import ROOT, Child
+from tests.support.tiny_models import make_model
+from tests.support.trainer import TrainerSpec
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+PROMPT = list(b"Nothing computed from older weights may be read again once new ones are there. " * 5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def meta(folder: Path, stack: ExitStack) -> MetaServerProcess:
+    return stack.enter_context(closing(MetaServerProcess(folder)))
+
+
+def start_trainer(
+    model: Path, meta: MetaServerProcess, folder: Path, stack: ExitStack, layout: str = "tp=1"
+) -> TrainerJob:
+    spec = TrainerSpec.of_kind("qwen3", layout=layout, dtype="bfloat16", lr=3e-3)
+    return stack.enter_context(closing(TrainerJob(spec, model, meta, folder / "trainer")))
+
+
+def test_dummy_weights_are_not_served_and_kept_kv_goes_on(
+    folder: Path, meta: MetaServerProcess, stack: ExitStack
+) -> None:
+    model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=99)
+    extra = ["--load-format", "dummy", "--weight-sync-kv", "keep", "--no-enable-prefix-caching"]
+    reference = stack.enter_context(closing(Reference(model, folder / "reference", tp=2, dtype="bfloat16")))
+    server = stack.enter_context(closing(VllmServer(model, meta, folder / "engine", tp=2, extra=extra)))
+    refused = server.post_completion(PROMPT)
+    assert refused.status_code == 503 and "no trainer has published" in refused.json()["error"]["message"]
+    assert "no trainer has published" in server.status()["closed"]
+    trainer = start_trainer(model, meta, folder, stack, "tp=2")
+    trainer.publish(1)
+    # Noise of the dummy weights must be gone everywhere, in the vocabulary's padding too.
+    reference.wait()
+    reference.ask("load", 120, checkpoint=str(trainer.checkpoint(model, "1")))
+    reference.ask("dump", 120, folder=str(folder / "expected"))
+    server.dump(folder / "found")
+    comparison = compare_dumps(folder / "found", folder / "expected")
+    assert comparison.differences == () and comparison.total > 0
+    expected = reference.ask("complete", 120, prompt=PROMPT, max_tokens=8)
+    assert server.complete(PROMPT)["logprobs"] == expected["logprobs"]
+    with ThreadPoolExecutor() as pool:
+        flying = [pool.submit(server.complete, [seed, *PROMPT], 200) for seed in range(2)]
+        time.sleep(0.5)
+        trainer.publish(2)
+        running = [not request.done() for request in flying]
+        answers = [request.result(timeout=180) for request in flying]
+    assert any(running) and all(len(answer["logprobs"]) == 200 for answer in answers)
+    assert server.complete(PROMPT)["logprobs"] != expected["logprobs"]
+
+
+def test_two_data_parallel_servers_switch_together_and_abort(
+    folder: Path, meta: MetaServerProcess, stack: ExitStack
+) -> None:
+    model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=99)
+    extra = ["--data-parallel-size", "2", "--weight-sync-kv", "abort"]
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    server = stack.enter_context(closing(VllmServer(model, meta, folder / "engine", tp=1, extra=extra, env=env)))
+    before = server.complete(PROMPT)["logprobs"]
+    trainer = start_trainer(model, meta, folder, stack)
+    trainer.all("train")
+    with ThreadPoolExecutor(8) as pool:
+        flying = [pool.submit(server.complete, [seed, *PROMPT], 500) for seed in range(4)]
+        time.sleep(1)
+        result = trainer.all("write", version=1, options={})[0]
+        finishes = {request.result(timeout=180)["finish"] for request in flying}
+    assert "abort" in finishes
+    (figures,) = result["figures"].values()
+    held = trainer.ranks[0].ask("memory", 60)["shards"]
+    assert figures["moved_nbytes"] == pytest.approx(2 * held, rel=0.2), "both replicas take the whole model"
+    after = _ask_both(server)
+    assert before not in after and len({tuple(logprobs) for logprobs in after}) == 1
+    statuses = [httpx.get(f"{server.url}/awex/status", trust_env=False).json() for _ in range(30)]
+    assert {status["elected"] for status in statuses} == {True, False}, "two API servers, one of them elected"
+    deadline = time.monotonic() + 20
+    while any(_version(server) != {"epoch": 1, "number": 1} for _ in range(10)):
+        assert time.monotonic() < deadline, "the API server that is not elected does not show the new version"
+
+
+def _ask_both(server: VllmServer) -> list[list[float]]:
+    """Many short requests at once, so that both replicas answer some."""
+    with ThreadPoolExecutor(8) as pool:
+        return [answer["logprobs"] for answer in pool.map(server.complete, [PROMPT] * 16)]
+
+
+def _version(server: VllmServer) -> dict[str, int]:
+    status = httpx.get(f"{server.url}/awex/status", trust_env=False).json()
+    version: dict[str, int] = status["version"]
+    return version
+
+
+def test_offline_llm_follows_through_vllms_own_calls(folder: Path, meta: MetaServerProcess, stack: ExitStack) -> None:
+    model = make_model(folder / "model", "qwen3-tied", dtype="bfloat16", seed=99)
+    env = {**engine_env(1), **meta.env, "PYTHONPATH": str(ROOT)}
+    args = [sys.executable, "-m", "tests.support.offline_engine", str(model)]
+    engine = Child(args, folder / "offline.log", env)
+    stack.callback(engine.close)
+    spec = TrainerSpec.of_kind("qwen3-tied", layout="tp=1", dtype="bfloat16", lr=3e-3)
+    trainer = stack.enter_context(closing(TrainerJob(spec, model, meta, folder / "trainer")))
+    engine.receive(300)
+    before = engine.ask("complete", 120, prompt=PROMPT, max_tokens=16)
+    engine.ask("init", 60)
+    trainer.all("train")
+    for child in trainer.ranks:
+        child.send("write", version=3, options={})
+    assert engine.ask("update", 120, version="three") == "three"
+    assert trainer.ranks[0].receive(60)["version"] == "1.3"
+    assert engine.ask("complete", 120, prompt=PROMPT, max_tokens=16) != before
+    engine.ask("dump", 60, folder=str(folder / "found"))
+    _check_against_checkpoint(folder / "found", trainer.checkpoint(model, "3"))
+
+
+def _check_against_checkpoint(found: Path, checkpoint: Path) -> None:
+    """With one worker the parameters that vLLM does not fuse are the checkpoint's own tensors."""
+    import torch
+    from safetensors.torch import load_file
+
+    mine, theirs = load_file(found / "worker0.safetensors"), load_file(checkpoint / "model.safetensors")
+    checked = 0
+    for name, tensor in theirs.items():
+        if name in mine:
+            assert torch.equal(mine[name][: tensor.shape[0]], tensor), name
+            checked += 1
+        elif "q_proj" in name:
+            fused = mine[name.replace("q_proj", "qkv_proj")]
+            assert torch.equal(fused[: tensor.shape[0]], tensor), name
+            checked += 1
+    assert checked > 20
+
+
+NO_FLAG = """
+import os, sys
+import vllm.entrypoints.launchers.api_server.entry as entry
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+before = dict(os.environ)
+parser = make_arg_parser(FlexibleArgumentParser())
+assert "vllm_awex" in sys.modules, "the plugin was not loaded"
+args = parser.parse_args(["--model", sys.argv[1]])
+engine_args = AsyncEngineArgs.from_cli_args(args)
+assert engine_args.weight_transfer_config is None
+app = entry.build_app(args, ("generate",))
+assert not [route.path for route in app.routes if "awex" in getattr(route, "path", "")]
+assert not args.middleware
+changed = {name for name in os.environ if os.environ[name] != before.get(name)}
+assert not [name for name in changed if "AWEX" in name], changed
+print("unchanged")
+"""
+
+
+def test_without_the_flag_nothing_changes(folder: Path) -> None:
+    model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=0)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_FLAG, str(model)],
+        cwd=ROOT,
+        env=engine_env(1),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0 and "unchanged" in done.stdout, done.stderr[-3000:]
+
+
+def test_wrong_flags_end_the_server_before_it_loads_a_model(folder: Path, meta: MetaServerProcess) -> None:
+    model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=0)
+    wrong = folder / "wrong"
+    wrong.touch(mode=0o600)
+    wrong.write_text("not the token")
+    cases = {
+        "needs --weight-sync-backend=awex": (["--weight-sync-meta-server", meta.address], {}),
+        "no meta server": (["--weight-sync-backend=awex"], {"AWEX_META_SERVER": ""}),
+        "needs --no-enable-prefix-caching": (
+            ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address, "--weight-sync-kv=keep"],
+            {},
+        ),
+        "token": (
+            ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address],
+            {"AWEX_TOKEN_FILE": str(wrong)},
+        ),
+    }
+    started = {
+        message: subprocess.Popen(
+            [Path(sys.executable).parent / "vllm", "serve", str(model), *flags],
+            cwd=ROOT,
+            env={**engine_env(1), **meta.env, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for message, (flags, env) in cases.items()
+    }
+    for message, process in started.items():
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode != 0 and message in output, output[-2000:]
+        assert "Loading weights" not in output and "not the token" not in output
