@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import stat
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from awex_core.errors import AwexError, ConfigError
+from awex_core.errors import AwexError
+from awex_core.token import find_token, require_token
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,31 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
-
-
-def read_token(token_file: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
-    """The token, or an empty string when none is configured.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds nothing.
-    """
-    if token_file is None and environ.get("AWEX_TOKEN"):
-        return environ["AWEX_TOKEN"]
-    path = token_file or environ.get("AWEX_TOKEN_FILE")
-    return _read_token_file(Path(path)) if path else ""
-
-
-def _read_token_file(path: Path) -> str:
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-        public = path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the token file {path}: {error}") from error
-    if not token:
-        raise ConfigError(f"the token file {path} is empty")
-    if public:
-        print(f"awex: other users can read the token file {path}; chmod 600 it", file=sys.stderr)
-    return token
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,7 +83,7 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run_meta_server(arguments: argparse.Namespace) -> int:
     from awex_core.meta.server import serve
 
-    token = read_token(arguments.token_file)
+    token = find_token(arguments.token_file)
     if not token:
         token, path = _generate_token()
         print(f"token written to {path}; give it to clients as AWEX_TOKEN_FILE={path}", flush=True)
@@ -135,9 +109,7 @@ def _generate_token() -> tuple[str, str]:
 def _run_status(arguments: argparse.Namespace) -> int:
     from awex_core.meta.client import MetaClient
 
-    token = read_token(arguments.token_file)
-    if not token:
-        raise ConfigError("no token; set AWEX_TOKEN or AWEX_TOKEN_FILE, or give --token-file")
+    token = require_token(arguments.token_file)
     with MetaClient(arguments.meta_server, arguments.job, token, timeout_s=5.0) as client:
         status = client.status()
     if arguments.json:

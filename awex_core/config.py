@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from awex_core.commit.modes import VerifyMode
 from awex_core.errors import ConfigError
 from awex_core.pairing import TransportName
+from awex_core.token import require_token
 
 _NAMES = {
     "AWEX_META_SERVER": "meta_server",
@@ -74,31 +74,9 @@ class SyncConfig:
         values |= {name: value for name, value in given.items() if value is not None}
         if "meta_server" not in values:
             raise ConfigError("no meta server: pass --weight-sync-meta-server HOST:PORT or set AWEX_META_SERVER")
-        values.setdefault("token", read_token(environ))
+        if "token" not in values:
+            values["token"] = require_token(environ=environ)
         return SyncConfig(**values)
-
-    def with_timeout(self, timeout_s: float | None) -> SyncConfig:
-        """The same settings with another ``sync_timeout_s``."""
-        return self if timeout_s is None else replace(self, sync_timeout_s=timeout_s)
-
-
-def read_token(environ: Mapping[str, str] | None = None) -> str:
-    """The bearer token, from ``AWEX_TOKEN`` or the file that ``AWEX_TOKEN_FILE`` names.
-
-    Raises:
-        ConfigError: neither is set, or the file cannot be read.
-    """
-    environ = os.environ if environ is None else environ
-    token = environ.get("AWEX_TOKEN", "")
-    path = environ.get("AWEX_TOKEN_FILE", "")
-    if not token and path:
-        try:
-            token = Path(path).read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"cannot read the token file {path} (AWEX_TOKEN_FILE): {error.strerror}") from error
-    if not token:
-        raise ConfigError("no token: set AWEX_TOKEN_FILE to the file that `awex meta-server` printed, or AWEX_TOKEN")
-    return token
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from awex_core.config import SyncConfig, read_token
+from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
 
 SERVER = "127.0.0.1:8900"
@@ -99,28 +98,7 @@ def test_a_malformed_variable(variable: str, value: str, message: str) -> None:
         SyncConfig.from_env(ENVIRON | {variable: value})
 
 
-def test_where_the_token_comes_from(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text("from-file\n")
-    assert read_token({"AWEX_TOKEN_FILE": str(path)}) == "from-file"
-    assert read_token({"AWEX_TOKEN_FILE": str(path), "AWEX_TOKEN": "direct"}) == "direct"
-    with pytest.raises(ConfigError, match="no token: set AWEX_TOKEN_FILE to the file that `awex meta-server` printed"):
-        read_token({})
-    with pytest.raises(ConfigError, match=r"cannot read the token file .*missing \(AWEX_TOKEN_FILE\): No such file"):
-        read_token({"AWEX_TOKEN_FILE": str(tmp_path / "missing")})
-    path.write_text("  \n")
-    with pytest.raises(ConfigError, match="no token"):
-        read_token({"AWEX_TOKEN_FILE": str(path)})
-
-
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (ENVIRON | {"AWEX_JOB": "mine"}).items():
         monkeypatch.setenv(name, value)
     assert SyncConfig.from_env().job == "mine"
-
-
-def test_another_time_limit() -> None:
-    assert config().with_timeout(None) == config()
-    assert config().with_timeout(7) == config(sync_timeout_s=7)
-    with pytest.raises(ConfigError, match="sync_timeout_s must be positive"):
-        config().with_timeout(0)

@@ -513,24 +513,7 @@ def test_status_reports_errors_in_one_line(server, capsys, monkeypatch):
     assert "awex: unknown job 'none'" in capsys.readouterr().err
     monkeypatch.delenv("AWEX_TOKEN")
     assert cli.main(["status", "--meta-server", server.address]) == 1
-    assert "awex: no token; set AWEX_TOKEN" in capsys.readouterr().err
-
-
-def test_tokens_come_from_the_file_before_the_environment(tmp_path, capsys):
-    path = tmp_path / "token"
-    path.write_text("in-file\n")
-    path.chmod(0o644)
-    environ = {"AWEX_TOKEN": "in-environment", "AWEX_TOKEN_FILE": str(path)}
-    assert cli.read_token(str(path), environ) == "in-file"
-    assert "chmod 600" in capsys.readouterr().err
-    assert cli.read_token(None, environ) == "in-environment"
-    assert cli.read_token(None, {"AWEX_TOKEN_FILE": str(path)}) == "in-file"
-    assert cli.read_token(None, {}) == ""
-    with pytest.raises(ConfigError, match="cannot read the token file"):
-        cli.read_token(str(tmp_path / "none"), {})
-    path.write_text("\n")
-    with pytest.raises(ConfigError, match="is empty"):
-        cli.read_token(str(path), {})
+    assert "awex: no token: set AWEX_TOKEN_FILE" in capsys.readouterr().err
 
 
 def test_there_is_no_token_argument(capsys):
