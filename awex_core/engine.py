@@ -38,11 +38,13 @@ class TracedModel:
     """One worker's model, traced.
 
     ``layout`` describes where every piece of the checkpoint belongs, loader-path
-    modules included (in memory that exists only during a sync).
+    modules included (in memory that exists only during a sync). ``refreshed``
+    names modules that compute from a copy of their weights and make it anew.
     """
 
     layout: Layout
     loader_path: tuple[LoaderPathModule, ...] = ()
+    refreshed: tuple[str, ...] = ()
 
     @property
     def loader_path_nbytes(self) -> int:

@@ -171,6 +171,8 @@ class WeightReader:
         if traced.loader_path:
             reasons = [f"{module.name} ({module.nbytes} bytes): {module.reason}" for module in traced.loader_path]
             logger.info("%s", list_faults("awex: received aside and finished by the engine:", reasons))
+        if traced.refreshed:
+            logger.info("%s", list_faults("awex: received in place, and copies of it made anew:", traced.refreshed))
 
     # One version. A failure is raised without a controller; with one it is reported
     # to the meta server, which tells the controller, and the engine's call returns.

@@ -189,13 +189,15 @@ class WriterSession:
         limit = min(accept.bucket_nbytes for accept in accepts.values())
         staged = self._programs.get(shm_staged.NAME, {})
         if staged:
-            pids = {worker.rank: worker.process.pid for worker in workers}
-            rings = {}
-            for peer, program in staged.items():
-                ring = shm_staged.Ring.create(shm_staged.ring_slot_nbytes(program, limit), pids[peer])
-                rings[peer] = ring
-                client.put(self.key.path("ring", self.rank, peer), msgspec.msgpack.encode(ring.address))
+            rings: dict[int, shm_staged.Ring] = {}
+            # Known to close() before the first ring exists: whatever fails below, no segment stays behind.
             self._senders[shm_staged.NAME] = shm_staged.StagedEnd(rings, writing=True)
+            pids = {worker.rank: worker.process.pid for worker in workers}
+            # All rings of a rank together stay within what one pair may stage.
+            share = limit // max(len(writers), len(workers))
+            for peer, program in staged.items():
+                rings[peer] = shm_staged.Ring.create(shm_staged.ring_slot_nbytes(program, share), pids[peer])
+                client.put(self.key.path("ring", self.rank, peer), msgspec.msgpack.encode(rings[peer].address))
             _wait_until_attached(rings, deadline)
         if any(accept.group for accept in accepts.values()):
             address = self._meet(writers, workers, client, deadline)

@@ -13,6 +13,7 @@ the class, whatever its tests did. Every wait has a limit.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -30,11 +31,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from awex_core.errors import SyncTimeout
-from awex_core.layout import CanonicalTensor, Layout
+from awex_core.layout import CanonicalTensor, Layout, itemsize
 from awex_core.layout.live import Memory
 from awex_core.plan import CopyProgram, index_sources, lower_copies, plan_copies
 from awex_core.testing.strategies import BLANK, Case, Placed, Rank, cases
@@ -335,16 +336,18 @@ def grid_case(writers: int, workers: int, tensors: int = 4, rows: int = 96, cols
     )
 
 
-def row_case(writers: int, nbytes: int) -> Case:
+def row_case(writers: int, nbytes: int, stored: str = "float32", wanted: str = "float32") -> Case:
     """One tensor of this size, its rows dealt to the writers, to one worker: the plainest copy there is."""
-    rows = nbytes >> 12
-    tensor = CanonicalTensor("w", (rows, 1 << 10), "float32")
+    cols = 1 << 10
+    rows = nbytes // (cols * itemsize(stored))
+    tensor = CanonicalTensor("w", (rows, cols), stored)
 
-    def held(low: int, high: int) -> Rank:
-        return Rank((Placed(tensor, ((low, high), (0, 1 << 10)), "float32", 0, (0, 1), (0, 0), (0, 0), (1, 1)),))
+    def held(low: int, high: int, dtype: str) -> Rank:
+        return Rank((Placed(tensor, ((low, high), (0, cols)), dtype, 0, (0, 1), (0, 0), (0, 0), (1, 1)),))
 
-    sources = tuple(held(rank * rows // writers, (rank + 1) * rows // writers) for rank in range(writers))
-    return Case((tensor,), sources, (held(0, rows),))
+    borders = [rank * rows // writers for rank in range(writers + 1)]
+    sources = tuple(held(low, high, stored) for low, high in itertools.pairwise(borders))
+    return Case((tensor,), sources, (held(0, rows, wanted),))
 
 
 # --- the tests --------------------------------------------------------------------------------------
@@ -391,7 +394,13 @@ class TransportTests:
                 peer.kill()
             raise
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    # A failure costs processes, so it is not made smaller: hundreds of tries would reach the test's time limit.
+    @settings(
+        max_examples=12,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    )
     @given(case=cases(max_ranks=3), bucket_nbytes=st.sampled_from((64, 1000, 1 << 20)))
     def test_random_layouts_arrive_bit_equal(
         self, peers: Peers, tmp_path_factory: pytest.TempPathFactory, case: Case, bucket_nbytes: int
@@ -400,7 +409,7 @@ class TransportTests:
         with self.session(peers, case, tmp_path_factory.mktemp("case") / "m", bucket_nbytes) as session:
             session.sync(1)
 
-    @pytest.mark.parametrize(("writers", "workers"), [(3, 2), (1, 3), (2, 1)])
+    @pytest.mark.parametrize(("writers", "workers"), [(3, 2), (1, 3), (5, 4)])
     def test_many_ranks_and_many_buckets_do_not_lock_up(
         self, peers: Peers, tmp_path: Path, writers: int, workers: int
     ) -> None:
@@ -516,7 +525,11 @@ class TransportTests:
         with self.session(peers, row_case(2, 1 << 20), tmp_path / "new") as session:
             session.sync(2)
 
-    @pytest.mark.parametrize("case", [row_case(2, 24 << 20), grid_case(2, 1, 4, 1536, 1024)], ids=["plain", "cast"])
+    @pytest.mark.parametrize(
+        "case",
+        [row_case(2, 24 << 20), grid_case(2, 1, 4, 1536, 1024), row_case(1, 12 << 20, "float64", "bfloat16")],
+        ids=["plain", "transposed", "to a quarter"],
+    )
     def test_staging_memory_is_bounded(self, peers: Peers, tmp_path: Path, case: Case) -> None:
         """By what the transport says, and by what the kernel says, whatever the model's size."""
         bucket_nbytes = 1 << 20

@@ -94,6 +94,36 @@ def _unwrap_loader(tensor: torch.Tensor, layerwise: Any) -> None:
         tensor.weight_loader = layerwise._get_original_loader(tensor)
 
 
+def hides_copy(module: torch.nn.Module) -> bool:
+    """Whether a module computes from a packed copy of its weight that no parameter shows.
+
+    vLLM's CPU linears keep a function, ``cpu_linear``; the plain one is given the weight at each call and
+    closes over nothing, the packed ones close over their copy.
+    """
+    return getattr(getattr(module, "cpu_linear", None), "__closure__", None) is not None
+
+
+def may_transform(module: torch.nn.Module) -> str:
+    """The method that may rearrange a module's weights after loading; empty when none does.
+
+    A permuted weight can have the shape it had before, so only methods known to leave weights alone
+    (besides packing a copy, see ``hides_copy``) count as harmless.
+    """
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    method = getattr(module, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase):
+        return ""
+    harmless = type(method).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+    inherited = type(method).process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading
+    return "" if harmless or inherited else type(method).__name__
+
+
+def refresh_module(module: torch.nn.Module) -> None:
+    """Let a module make its hidden copy anew from its live weight."""
+    module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+
+
 def materialize(meta_tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Memory for a checkpoint-format parameter, with its class and attributes."""
     _, meta = _reload_modules()

@@ -3,8 +3,9 @@
 Tracing runs over the parameters as they are *before* vLLM processes them, and
 compares them with the live ones:
 
-    direct      same shape, type and strides: received straight into the live parameter
-    loader path replaced after loading (packed, quantised): received aside, then
+    direct      same shape, type and strides: received straight into the live parameter;
+                if the module also computes from a hidden copy, it makes that anew
+    loader path replaced or rearranged after loading (packed, quantised): received aside, then
                 processed by the module's own method into the storage the engine reads
 
 Whatever is neither, is refused by name.
@@ -71,6 +72,7 @@ class VllmWorkerModel:
         self._model, self._vllm_config = model, vllm_config
         self._buffers: list[torch.Tensor | tuple[_Staged, str]] = []
         self._staged: list[_Staged] = []
+        self._refreshed: list[torch.nn.Module] = []
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
@@ -92,7 +94,7 @@ class VllmWorkerModel:
         """Give every traced buffer its memory: the live tensor's, or a staged one."""
         used = {int(index) for index in trace.layout.buffer} | {c.buffer for c in trace.layout.constants}
         loaded = {index: slots[trace.layout.buffers[index].name] for index in sorted(used)}
-        replaced = {id(slot.module) for slot in loaded.values() if not slot.direct}
+        replaced = {id(slot.module) for slot in loaded.values() if not slot.direct or compat.may_transform(slot.module)}
         staged: dict[int, _Staged] = {}
         self._buffers = []
         moves: dict[int, tuple[int, int]] = {}
@@ -111,8 +113,14 @@ class VllmWorkerModel:
                 buffers.append(Buffer(slot.full_name, storage.nbytes()))
                 self._buffers.append(_live(slot))
         self._staged = list(staged.values())
+        refreshed = {
+            path: module
+            for path, module in self._model.named_modules()
+            if compat.hides_copy(module) and id(module) not in staged
+        }
+        self._refreshed = list(refreshed.values())
         layout = _rebase(trace.layout, buffers, moves)
-        return TracedModel(layout, tuple(_describe(owner) for owner in self._staged))
+        return TracedModel(layout, tuple(_describe(owner) for owner in self._staged), tuple(refreshed))
 
     def begin(self) -> Memory:
         """See ``WorkerModel.begin``."""
@@ -129,6 +137,8 @@ class VllmWorkerModel:
             for owner in self._staged:
                 compat.process_module(owner.module, owner.tensors)
                 owner.tensors = {}
+            for module in self._refreshed:
+                compat.refresh_module(module)
 
     def abort(self) -> None:
         """See ``WorkerModel.abort``."""

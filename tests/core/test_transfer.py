@@ -128,19 +128,20 @@ class StagedWiring:
     def sender(
         self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
     ) -> shm_staged.StagedEnd:
-        rings = {}
-        for peer, program in programs.items():
-            pid = int(meeting.get(f"pid-{peer}", deadline))
-            ring = rings[peer] = shm_staged.Ring.create(
-                shm_staged.ring_slot_nbytes(program, meeting.bucket_nbytes), pid
-            )
-            assert stat.S_IMODE(ring.path.stat().st_mode) == 0o600
-            meeting.put(f"ring-{rank}-{peer}", msgspec.msgpack.encode(ring.address))
-        for ring in rings.values():
-            while not ring.attached:
+        rings: dict[int, shm_staged.Ring] = {}
+        try:
+            for peer, program in programs.items():
+                pid = int(meeting.get(f"pid-{peer}", deadline))
+                size = shm_staged.ring_slot_nbytes(program, meeting.bucket_nbytes)
+                ring = rings[peer] = shm_staged.Ring.create(size, pid)
+                assert stat.S_IMODE(ring.path.stat().st_mode) == 0o600
+                meeting.put(f"ring-{rank}-{peer}", msgspec.msgpack.encode(ring.address))
+            while not all(ring.attached for ring in rings.values()):
                 deadline.remaining("a worker to map the ring")
                 time.sleep(0.002)
-            ring.close()
+        finally:
+            for ring in rings.values():
+                ring.close()  # only the name: both ends have it mapped, or nobody will
         return shm_staged.StagedEnd(rings, writing=True)
 
     def receiver(
@@ -247,7 +248,7 @@ class GlooWiring:
         return group.Group(address, member, torch.device("cpu"), LOCAL, deadline)
 
     def staging_nbytes(self, bucket_nbytes: int, pairs: int) -> int:
-        return group.SLOTS * bucket_nbytes
+        return 3 * bucket_nbytes
 
 
 def open_default_group(store: Path, rank: int, size: int) -> None:

@@ -28,8 +28,9 @@ class DumpExtension:
     def dump_tensors(self, folder: str) -> int:
         """Write every parameter and buffer to ``folder/worker{rank}.safetensors``; returns how many.
 
-        A linear whose weight vLLM has packed away shows what it computes on a
-        fixed input instead, as ``<module>.@output``.
+        vLLM's CPU linears may compute from packed copies that no parameter
+        shows, so what they compute on a fixed input is written too, as
+        ``<module>.@output``.
         """
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -37,9 +38,8 @@ class DumpExtension:
         named = [*model.named_parameters(), *model.named_buffers()]
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named if tensor.numel()}
         for name, module in model.named_modules():
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, torch.Tensor) and weight.numel() == 0 and hasattr(module, "cpu_linear"):
-                tensors[f"{name}.@output"] = _output(module, weight.dtype)
+            if hasattr(module, "cpu_linear"):
+                tensors[f"{name}.@output"] = _output(module)
         save_file(tensors, path / f"worker{self.rank}.safetensors")
         return len(tensors)
 
@@ -53,9 +53,13 @@ class DumpExtension:
         return {name: parameter.nbytes for name, parameter in model.named_parameters()}
 
 
-def _output(module: Any, dtype: torch.dtype) -> torch.Tensor:
-    size = module.input_size_per_partition if hasattr(module, "input_size_per_partition") else module.input_size
-    given = torch.randn(8, size, generator=torch.Generator().manual_seed(7)).to(dtype)
+def _output(module: Any) -> torch.Tensor:
+    size = next(
+        getattr(module, name)
+        for name in ("input_size_per_partition", "input_size", "embedding_dim")
+        if hasattr(module, name)
+    )
+    given = torch.randn(8, size, generator=torch.Generator().manual_seed(7)).to(module.weight.dtype)
     bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
     result: torch.Tensor = module.quant_method.apply(module, given, bias)
     return result.detach().contiguous().clone()
