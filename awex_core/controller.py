@@ -28,6 +28,7 @@ from awex_core.errors import AwexError, Fenced, SyncTimeout, TransferError
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineState, JobView, SyncView
 from awex_core.process import this_process
+from awex_core.session import refusals
 from awex_core.version import INITIAL, Version
 
 logger = logging.getLogger(__name__)
@@ -154,16 +155,16 @@ class EngineController:
         trainer = view.writers[0].manifest if view.epoch and view.writers else "none yet"
         if trainer == self._prepared:
             return
-        try:
-            await self._host.prepare()
-        except Exception as error:
-            if trainer == "none yet":
-                raise
-            await self._set_state("refused", str(error))
-            logger.error("awex: engine %s refuses the trainer's model: %s", self.engine, error)
-        else:
-            if self.state == "refused":
-                await self._set_state("ready", "")
+        await self._host.prepare()
+        now = await self._call(self._client.watch)
+        seen = now.engines.get(self.engine)
+        refused = refusals(now, seen) if seen is not None else []
+        if refused:
+            reason = "; ".join(refused)
+            logger.error("awex: engine %s refuses the trainer's model: %s", self.engine, reason)
+            await self._set_state("refused", reason)
+        elif self.state == "refused":
+            await self._set_state("ready", "")
         self._prepared = trainer
 
     async def _set_state(self, state: EngineState, reason: str) -> None:

@@ -78,10 +78,9 @@ class EngineHost(Protocol):
     """One engine, from the process that accepts its requests. Every method reaches all workers or raises."""
 
     async def prepare(self) -> None:
-        """Have every worker join and, once the trainer is known, trace its model. Requests keep running.
+        """Have every worker join and, once the trainer is known, trace its model; workers report refusals.
 
-        Raises:
-            Exception: a worker refuses the trainer's model; the message says why.
+        Requests keep running.
         """
 
     async def connect(self, version: Version) -> None:

@@ -22,19 +22,20 @@ from awex_core.commit.digest import (
 from awex_core.commit.modes import VerifyMode
 from awex_core.config import SyncConfig
 from awex_core.engine import TracedModel, WorkerModel
-from awex_core.errors import AwexError, MetaServerError, SyncTimeout, TransferError, VerifyError, list_faults
+from awex_core.errors import AwexError, MetaServerError, PlanError, SyncTimeout, TransferError, VerifyError, list_faults
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_manifest, encode_layout
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineView, JobView, SyncView, WorkerInfo
 from awex_core.plan import SourceIndex, index_sources
 from awex_core.process import this_process
-from awex_core.session import LayoutCache, ReaderSession, SessionKey, check_complete, has_traced
+from awex_core.session import LayoutCache, ReaderSession, SessionKey, check_complete, has_traced, refusals
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.version import INITIAL, Version
 
 logger = logging.getLogger(__name__)
 
+_MAX_REASON = 4000
 _SIBLINGS_S = 5.0
 """How long joining waits for the engine's other workers to have traced."""
 
@@ -107,15 +108,30 @@ class WeightReader:
     def prepare(self) -> bool:
         """Trace for the trainer that has joined; False while there is none.
 
+        A model that cannot be received is told to the meta server, where the controller finds it.
+
         Raises:
-            PlanError: the trainer's model cannot be received; names every piece and reason.
+            PlanError: (only without a controller) it cannot be received; names every piece and reason.
         """
         view = self._client.watch()
         if not view.writers or not view.epoch:
             return False
-        self._trace(view)
-        self._check_complete_soon()
+        try:
+            self._trace(view)
+            self._check_complete_soon()
+        except Exception as error:
+            self._refuse(view.writers[0].manifest, error)
+            if not self.controlled:
+                raise
         return True
+
+    def _refuse(self, manifest: str, error: Exception) -> None:
+        logger.error(
+            "awex: worker %d of engine %s refuses the trainer's model: %s", self._info.rank, self.engine, error
+        )
+        reason = (str(error) or type(error).__name__)[:_MAX_REASON]
+        self._info = msgspec.structs.replace(self._info, manifest=manifest, reason=reason)
+        self._client.join_worker(self._info)
 
     def _trace(self, view: JobView) -> TracedModel:
         name = view.writers[0].manifest
@@ -127,7 +143,7 @@ class WeightReader:
         self._log_trace(traced, time.perf_counter() - begun)
         layout = self._client.put_blob(encode_layout(traced.layout))
         self._traced = (name, traced)
-        self._info = msgspec.structs.replace(self._info, layout=layout, manifest=name)
+        self._info = msgspec.structs.replace(self._info, layout=layout, manifest=name, reason="")
         self._client.join_worker(self._info)
         return traced
 
@@ -152,6 +168,9 @@ class WeightReader:
     def _wait_for_siblings(self, limit_s: float) -> tuple[JobView, EngineView]:
         def traced(view: JobView) -> tuple[JobView, EngineView] | None:
             engine = view.engines[self.engine]
+            refused = [reason for reason in refusals(view, engine) if reason != self._info.reason]
+            if refused:
+                raise PlanError(f"engine {self.engine} refuses the trainer's model", refused)
             return (view, engine) if has_traced(view, engine, self._info.world) else None
 
         what = f"the other workers of engine {self.engine} to trace their models"

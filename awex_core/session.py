@@ -81,7 +81,17 @@ class LayoutCache:
 
 def has_traced(view: JobView, engine: EngineView, world: int) -> bool:
     """Whether all ``world`` workers of an engine have traced for the trainer that is there now."""
-    return bool(view.writers) and [worker.manifest for worker in engine.workers] == [view.writers[0].manifest] * world
+    if not view.writers or len(engine.workers) != world:
+        return False
+    return all(worker.layout and worker.manifest == view.writers[0].manifest for worker in engine.workers)
+
+
+def refusals(view: JobView, engine: EngineView) -> list[str]:
+    """Why workers of an engine cannot receive the model of the trainer that is there now."""
+    manifest = view.writers[0].manifest if view.writers else ""
+    said = [(worker.rank, worker.reason) for worker in engine.workers if worker.reason and worker.manifest == manifest]
+    # Workers mostly refuse for the same reason; say it once.
+    return list(dict.fromkeys(reason for _, reason in said))
 
 
 def wait_for_value(client: MetaClient, key: str, what: str, deadline: Deadline) -> bytes:

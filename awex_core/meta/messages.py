@@ -59,6 +59,9 @@ class WriterInfo(_Message, frozen=True):
 class WorkerInfo(_Message, frozen=True):
     """One worker of one engine. ``layout`` is empty until it has traced its model, for the trainer's ``manifest``.
 
+    ``reason`` says why it cannot receive that manifest. It is told here and not
+    by an exception: an engine's call to all its workers may not survive one.
+
     ``controlled`` says that a controller pauses, commits and resumes this
     engine; without one (vLLM's offline ``LLM``), the engine has committed when
     all its workers have.
@@ -71,6 +74,7 @@ class WorkerInfo(_Message, frozen=True):
     controlled: bool
     layout: str = ""
     manifest: str = ""
+    reason: str = ""
 
 
 class EngineView(_Message, frozen=True):

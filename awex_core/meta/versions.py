@@ -32,6 +32,8 @@ class Versions:
         self._last_number = -1
         for engine in self._engines.values():
             engine.generation += 1
+            if engine.state == "refused":  # what it refused was the earlier trainer's model
+                engine.state, engine.reason = "ready", ""
         self._pulse.changed()
 
     def see(self, version: Version, engine: str, *, writing: bool) -> None:

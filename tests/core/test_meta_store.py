@@ -748,3 +748,11 @@ def test_whatever_happens_outcomes_stand_and_changes_are_announced(events):
             assert after.sync.version > before.sync.version
         if isinstance(message, m.ReportEngine) and message.outcome == "committed" and reply and reply.accepted:
             assert after.engines["a"].version == message.version
+
+
+def test_a_refusal_ends_with_the_trainer_it_was_about():
+    store = ready_store(writers=1, engines=("a",))
+    store.set_engine_state(m.SetEngineState(incarnation="a-c1", state="refused", version=Version(), reason="no"), 0)
+    store.join_writer(writer(0, 1, run="next"), 1)
+    engine = store.view(1).engines["a"]
+    assert (engine.state, engine.reason) == ("ready", "")
