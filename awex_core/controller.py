@@ -216,9 +216,9 @@ class EngineController:
         """Have the workers plan and connect; returns why that failed, or nothing."""
         try:
             await self._within(limit_s, self._host.connect(version), "the workers to connect")
-        except Exception as error:  # noqa: BLE001 - an engine may raise anything; the writer must learn it
+            return await self._failure(version)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the workers must be told to let go
             return str(error) or type(error).__name__
-        return await self._failure(version)
 
     async def _resume(self) -> None:
         """Resume at the version that is served; the loop tries again if this fails."""

@@ -36,6 +36,9 @@ from awex_core.version import INITIAL, Version
 logger = logging.getLogger(__name__)
 
 _MAX_REASON = 4000
+_SEEN_S = 5.0
+"""How long a version that the controller has seen may take to be seen here."""
+
 _SIBLINGS_S = 5.0
 """How long joining waits for the engine's other workers to have traced."""
 
@@ -203,7 +206,8 @@ class WeightReader:
             AwexError: (only without a controller) what went wrong, naming the peer.
         """
         self._attempt = None
-        deadline = Deadline.after(self.config.sync_timeout_s)
+        # A controller calls once it has seen the version; only without one is there anything to wait for.
+        deadline = Deadline.after(_SEEN_S if self.controlled else self.config.sync_timeout_s)
         try:
             view = self._wait_for_sync(version, deadline)
             sync = _sync_of(view)

@@ -59,8 +59,10 @@ class VllmHost:
         """See ``EngineHost.receive``."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info={}))
-        await self._engine.finish_weight_update()
+        try:
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info={}))
+        finally:
+            await self._engine.finish_weight_update()
 
     async def release(self) -> None:
         """See ``EngineHost.release``."""

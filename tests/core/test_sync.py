@@ -487,7 +487,34 @@ def test_without_the_meta_server_a_writer_returns_in_time_and_names_it(
     eventually(lambda: "receive" in engine.events[4:])
     meta.stop()
     blocked.set()
+    assert engine.events.count("connect 1.2") == 1
     for future in futures:
         with pytest.raises((MetaServerError, SyncTimeout), match=meta.address.rsplit(":", 1)[1]):
             future.result(40)
     eventually(lambda: engine.controller.state == "torn", 20)
+
+
+def test_workers_let_go_when_the_meta_server_is_lost_while_they_connect(
+    meta: MetaServer,
+    loop: Loop,
+    config: SyncConfig,
+    make_trainer: Callable[..., Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = replace(config, connect_timeout_s=2)
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer(config=config)
+    trainer.write(1)
+    connect = engine.connect
+
+    async def connect_to_nobody(version: Version) -> None:
+        await connect(version)
+        meta.stop()
+
+    monkeypatch.setattr(engine, "connect", connect_to_nobody)
+    futures = trainer.start(2, timeout_s=2)
+    eventually(lambda: "release" in engine.events, 20)
+    assert serves(engine) == Version(1, 1) and engine.events.count("pause") == 1
+    for future in futures:
+        with pytest.raises((MetaServerError, SyncTimeout)):
+            future.result(40)
