@@ -84,35 +84,6 @@ def serves(site: Site, version: str) -> bool:
     return status["state"] == "ready" and f"{status['version']['epoch']}.{status['version']['number']}" == version
 
 
-def test_a_model_that_does_not_fit_is_refused_by_name_and_the_engine_goes_on(site: Site) -> None:
-    before = site.server.complete(PROMPT)["logprobs"]
-    wrong = {"fewer-layers": {"layers": 3}, "other-width": {"hidden": 64}, "larger-vocabulary": {"vocab": 340}}
-    said = {}
-    for name, fields in wrong.items():
-        model = make_model(site.folder / name, "qwen3", dtype="bfloat16", seed=1, **_hf_sizes(fields))
-        spec = TrainerSpec.of_kind("qwen3", layout="tp=1", dtype="bfloat16", **fields)
-        trainer = TrainerJob(spec, model, site.meta, site.folder / f"trainer-{name}", AWEX_SYNC_TIMEOUT="20")
-        with closing(trainer):
-            trainer.all("train")
-            with pytest.raises(ChildError) as caught:
-                trainer.all("write", version=1, options={})
-            said[name] = str(caught.value)
-    assert "model.layers.3." in said["fewer-layers"]
-    assert "model.embed_tokens.weight" in said["other-width"] or "q_proj" in said["other-width"]
-    assert "model.embed_tokens.weight" in said["larger-vocabulary"]
-    assert site.server.status()["state"] in ("ready", "refused")
-    assert site.server.complete(PROMPT)["logprobs"] == before
-    with closing(site.trainer("fits", "tp=1")) as trainer:
-        result = trainer.publish(1)
-        eventually(lambda: serves(site, result["version"]), 10, "serving the trainer that fits")
-    assert site.server.complete(PROMPT)["logprobs"] != before
-
-
-def _hf_sizes(fields: dict[str, int]) -> dict[str, int]:
-    names = {"layers": "num_hidden_layers", "hidden": "hidden_size", "vocab": "vocab_size"}
-    return {names[name]: value for name, value in fields.items()}
-
-
 def test_a_trainer_rank_that_is_killed_during_a_sync_tears_the_engine_and_a_new_trainer_repairs_it(site: Site) -> None:
     trainer = site.trainer("dies")
     stopped, *_ = site.workers()
@@ -144,6 +115,35 @@ def test_a_trainer_rank_that_is_killed_during_a_sync_tears_the_engine_and_a_new_
         result = repair.publish(1)
         eventually(lambda: serves(site, result["version"]), 10, "the repair")
     assert len(site.server.complete(PROMPT)["logprobs"]) == 8
+
+
+def test_a_model_that_does_not_fit_is_refused_by_name_and_the_engine_goes_on(site: Site) -> None:
+    before = site.server.complete(PROMPT)["logprobs"]
+    wrong = {"fewer-layers": {"layers": 3}, "other-width": {"hidden": 64}, "larger-vocabulary": {"vocab": 340}}
+    said = {}
+    for name, fields in wrong.items():
+        model = make_model(site.folder / name, "qwen3", dtype="bfloat16", seed=1, **_hf_sizes(fields))
+        spec = TrainerSpec.of_kind("qwen3", layout="tp=1", dtype="bfloat16", **fields)
+        trainer = TrainerJob(spec, model, site.meta, site.folder / f"trainer-{name}", AWEX_SYNC_TIMEOUT="20")
+        with closing(trainer):
+            trainer.all("train")
+            with pytest.raises(ChildError) as caught:
+                trainer.all("write", version=1, options={})
+            said[name] = str(caught.value)
+    assert "model.layers.3." in said["fewer-layers"]
+    assert "model.embed_tokens.weight" in said["other-width"] or "q_proj" in said["other-width"]
+    assert "model.embed_tokens.weight" in said["larger-vocabulary"]
+    assert site.server.status()["state"] in ("ready", "refused")
+    assert site.server.complete(PROMPT)["logprobs"] == before
+    with closing(site.trainer("fits", "tp=1")) as trainer:
+        result = trainer.publish(1)
+        eventually(lambda: serves(site, result["version"]), 10, "serving the trainer that fits")
+    assert site.server.complete(PROMPT)["logprobs"] != before
+
+
+def _hf_sizes(fields: dict[str, int]) -> dict[str, int]:
+    names = {"layers": "num_hidden_layers", "hidden": "hidden_size", "vocab": "vocab_size"}
+    return {names[name]: value for name, value in fields.items()}
 
 
 def _traced_for(site: Site, trainer: TrainerJob) -> bool:
