@@ -52,6 +52,7 @@ class _Attempt:
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, float] = field(default_factory=dict)
     failure: str = ""
+    received: bool = False
 
 
 class WeightReader:
@@ -133,22 +134,24 @@ class WeightReader:
             "awex: worker %d of engine %s refuses the trainer's model: %s", self._info.rank, self.engine, error
         )
         reason = (str(error) or type(error).__name__)[:_MAX_REASON]
-        self._info = msgspec.structs.replace(self._info, manifest=manifest, reason=reason)
-        self._client.join_worker(self._info)
+        self._tell(layout="", manifest=manifest, reason=reason)
 
     def _trace(self, view: JobView) -> TracedModel:
         name = view.writers[0].manifest
-        if self._traced and self._traced[0] == name:
-            return self._traced[1]
-        manifest = decode_manifest(self._client.get_blob(name))
-        begun = time.perf_counter()
-        traced = self.model.trace(manifest)
-        self._log_trace(traced, time.perf_counter() - begun)
-        layout = self._client.put_blob(encode_layout(traced.layout))
-        self._traced = (name, traced)
-        self._info = msgspec.structs.replace(self._info, layout=layout, manifest=name, reason="")
+        if self._traced is None or self._traced[0] != name:
+            manifest = decode_manifest(self._client.get_blob(name))
+            begun = time.perf_counter()
+            traced = self.model.trace(manifest)
+            self._log_trace(traced, time.perf_counter() - begun)
+            self._traced = (name, traced)
+        if self._info.manifest != name or self._info.reason:  # another trainer's model may have come between
+            layout = self._client.put_blob(encode_layout(self._traced[1].layout))
+            self._tell(layout=layout, manifest=name, reason="")
+        return self._traced[1]
+
+    def _tell(self, **what: str) -> None:
+        self._info = msgspec.structs.replace(self._info, **what)
         self._client.join_worker(self._info)
-        return traced
 
     def _sources(self, view: JobView) -> SourceIndex:
         return index_sources([self._layouts.get(writer.layout) for writer in view.writers])
@@ -272,6 +275,7 @@ class WeightReader:
             "staging_nbytes": float(attempt.progress.peak_staging),
             "loader_path_nbytes": float(traced.loader_path_nbytes),
         }
+        attempt.received = True
 
     def _ensure_session(self, sync: SyncView, traced: TracedModel, deadline: Deadline) -> ReaderSession:
         key = SessionKey(sync.version.epoch, self.engine, sync.engines[self.engine].generation)
@@ -337,14 +341,13 @@ class WeightReader:
     def finish(self) -> None:
         """After ``receive``: let the engine finish its post-load steps, then report to the meta server.
 
-        After a failed ``receive`` it frees what was allocated; with a controller
-        it does so quietly, as the failure was reported already.
+        Without a ``receive`` that succeeded it only lets go of the version.
 
         Raises:
             AwexError: (only without a controller) the version was not committed.
         """
         attempt, self._attempt = self._attempt, None
-        if attempt is None or attempt.failure:
+        if attempt is None or attempt.failure or not attempt.received:
             self._memory = None
             self.model.abort()
             return
@@ -367,7 +370,15 @@ class WeightReader:
             self._wait_for_outcome(attempt.version)
 
     def _report(self, attempt: _Attempt) -> None:
-        reply = self._client.report_worker(self._info.process.incarnation, attempt.version, figures=attempt.figures)
+        incarnation = self._info.process.incarnation
+        try:
+            reply = self._client.report_worker(incarnation, attempt.version, figures=attempt.figures)
+        except AwexError as error:
+            if not self.controlled:
+                raise
+            # The controller's commit is refused as long as this worker has not reported.
+            logger.error("awex: worker %d could not report version %s: %s", self._info.rank, attempt.version, error)
+            return
         if not reply.accepted and not self.controlled:
             raise TransferError(f"version {attempt.version} was not committed: {reply.reason}")
 

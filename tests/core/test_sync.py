@@ -291,8 +291,18 @@ def test_another_model_is_refused_by_name_and_the_engine_keeps_serving(
     with pytest.raises(SyncFailed, match="refuses the trainer's model"):
         trainer.write(1)
     trainer.close()
-    make_trainer(run="right").write(1)
+    right = make_trainer(run="right")
+    right.write(1)
     eventually(lambda: serves(engine) == Version(2, 1))
+    right.close()
+    # A model that was received before is received again, though another was refused in between.
+    wrong = make_trainer(run="wrong again", **sizes)
+    with pytest.raises(SyncFailed):
+        wrong.write(1)
+    wrong.close()
+    again = make_trainer(run="right again")
+    assert again.write(1).committed == ("e",)
+    assert holds(engine, again.weights)
 
 
 # Failures

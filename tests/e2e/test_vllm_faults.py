@@ -135,7 +135,7 @@ def test_a_model_that_does_not_fit_is_refused_by_name_and_the_engine_goes_on(sit
     assert "model.embed_tokens.weight" in said["larger-vocabulary"]
     assert site.server.status()["state"] in ("ready", "refused")
     assert site.server.complete(PROMPT)["logprobs"] == before
-    with closing(site.trainer("fits", "tp=1")) as trainer:
+    with closing(site.trainer("fits", "tp=1", seed=77)) as trainer:
         result = trainer.publish(1)
         eventually(lambda: serves(site, result["version"]), 10, "serving the trainer that fits")
     assert site.server.complete(PROMPT)["logprobs"] != before
