@@ -58,13 +58,7 @@ def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
     restored = []
     try:
         for module in model.modules():
-            info = layerwise.get_layerwise_info(module)
-            info.kernel_tensors = (
-                {name: p for name, p in module._parameters.items() if p is not None},
-                {name: b for name, b in module._buffers.items() if b is not None},
-            )
-            if hasattr(info, "kernel_non_persistent_buffers"):
-                info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+            info = _remember_live(module, layerwise)
             restored.append((module, info))
             meta.restore_layer_on_meta(module, info)
             for tensor in own_tensors(module).values():
@@ -86,6 +80,18 @@ def _reload_modules() -> tuple[Any, Any]:
         for name in names:
             getattr(module, name)
     return layerwise, meta
+
+
+def _remember_live(module: torch.nn.Module, layerwise: Any) -> Any:
+    """Note a module's live tensors in vLLM's record of it, from which they are put back; returns the record."""
+    info = layerwise.get_layerwise_info(module)
+    info.kernel_tensors = (
+        {name: p for name, p in module._parameters.items() if p is not None},
+        {name: b for name, b in module._buffers.items() if b is not None},
+    )
+    if hasattr(info, "kernel_non_persistent_buffers"):
+        info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+    return info
 
 
 def _unwrap_loader(tensor: torch.Tensor, layerwise: Any) -> None:
@@ -139,13 +145,7 @@ def process_module(module: torch.nn.Module, tensors: Tensors) -> None:
     there. Tensors that the engine reads keep their addresses.
     """
     layerwise, meta = _reload_modules()
-    info = layerwise.get_layerwise_info(module)
-    info.kernel_tensors = (
-        {name: p for name, p in module._parameters.items() if p is not None},
-        {name: b for name, b in module._buffers.items() if b is not None},
-    )
-    if hasattr(info, "kernel_non_persistent_buffers"):
-        info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+    info = _remember_live(module, layerwise)
     meta.restore_layer_on_meta(module, info)
     for name, tensor in tensors.items():
         setattr(module, name, tensor)
