@@ -27,7 +27,8 @@ from awex_core.writer import SyncResult, WeightWriter
 
 T = TypeVar("T")
 TOKEN = "test-token"
-LEASE_S = 1.5
+LEASE_S = 5.0
+"""Long enough that a loaded machine does not take a busy member for a dead one."""
 
 
 @pytest.fixture
