@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -74,10 +74,6 @@ class LayoutCache:
             self._layouts[name] = decode_layout(self._client.get_blob(name))
         return self._layouts[name]
 
-    def keep(self, names: Iterable[str]) -> None:
-        """Forget all but these."""
-        self._layouts = {name: self._layouts[name] for name in names if name in self._layouts}
-
 
 def has_traced(view: JobView, engine: EngineView, world: int) -> bool:
     """Whether all ``world`` workers of an engine have traced for the trainer that is there now."""
@@ -89,9 +85,8 @@ def has_traced(view: JobView, engine: EngineView, world: int) -> bool:
 def refusals(view: JobView, engine: EngineView) -> list[str]:
     """Why workers of an engine cannot receive the model of the trainer that is there now."""
     manifest = view.writers[0].manifest if view.writers else ""
-    said = [(worker.rank, worker.reason) for worker in engine.workers if worker.reason and worker.manifest == manifest]
-    # Workers mostly refuse for the same reason; say it once.
-    return list(dict.fromkeys(reason for _, reason in said))
+    said = [worker.reason for worker in engine.workers if worker.reason and worker.manifest == manifest]
+    return list(dict.fromkeys(said))  # workers mostly refuse for the same reason; say it once
 
 
 def wait_for_value(client: MetaClient, key: str, what: str, deadline: Deadline) -> bytes:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 import msgspec
-import numpy as np
 
 from awex_core.commit.digest import Lanes, digest_program, pack_lanes, verified_tensors
 from awex_core.commit.modes import VerifyMode
@@ -279,7 +278,7 @@ class WeightWriter:
             program = lower_copies(plan_copies(sources, layout), sources, self.rank)
             self._digest_programs[name] = program
         only = verified_tensors(layout.tensors, _mode(sync.verify), sync.version.number)
-        return digest_program(program, layout.tensors, self.memory, "src", only=np.asarray(only))
+        return digest_program(program, layout.tensors, self.memory, "src", only=only)
 
     def _report(self, version: Version, engine: str, reason: str) -> None:
         try:

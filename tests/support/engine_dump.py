@@ -47,11 +47,6 @@ class DumpExtension:
         """Modules of ours that this worker has loaded."""
         return awex_modules()
 
-    def bytes_per_worker(self) -> dict[str, int]:
-        """Bytes of each parameter of this worker, by name."""
-        model = self.model_runner.get_model()
-        return {name: parameter.nbytes for name, parameter in model.named_parameters()}
-
 
 def _output(module: Any) -> torch.Tensor:
     size = next(

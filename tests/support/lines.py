@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -129,13 +129,3 @@ def end_session(process: subprocess.Popen[bytes], grace_s: float) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(10)
-
-
-@contextlib.contextmanager
-def closing_all(children: Sequence[Child]) -> Iterator[None]:
-    """Close every child at the end, whatever happens."""
-    try:
-        yield
-    finally:
-        for child in children:
-            child.close()
