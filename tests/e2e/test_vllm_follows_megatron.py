@@ -6,6 +6,7 @@ One server, and one reference engine without awex, serve all trainers of a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 PROMPT = list(b"On an Engine that follows its Trainer, and of what it says before and after. " * 5)
 """More than two of vLLM's CPU cache blocks (128 tokens), so that a stale prefix would be reused."""
 
-IN_FLIGHT_TOKENS = 150
+IN_FLIGHT_TOKENS = 60
 VERSIONS = 3
 
 
@@ -69,7 +70,11 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with ExitStack() as stack:
         model = make_model(folder / "model", case.kind, dtype=case.dtype, seed=99)
         meta = stack.enter_context(closing(MetaServerProcess(folder)))
-        reference = stack.enter_context(closing(Reference(model, folder / "reference", tp=case.tp, dtype=case.dtype)))
+        # vLLM's own reload forgets the packed copy that a tied head computes from in float32.
+        anew = case.dtype == "float32" and case.kind == "qwen3-tied"
+        reference = stack.enter_context(
+            closing(Reference(model, folder / "reference", tp=case.tp, dtype=case.dtype, anew=anew))
+        )
         server = stack.enter_context(closing(VllmServer(model, meta, folder / "engine", tp=case.tp, dtype=case.dtype)))
         reference.wait()
         yield Stage(case, folder, model, meta, server, reference)
@@ -103,14 +108,24 @@ def test_follows_a_trainer(stage: Stage, layout: str) -> None:
 def _write_with_requests_in_flight(
     stage: Stage, trainer: TrainerJob, version: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Write a version while two clients send one request after another, so that some are in flight all the time."""
     stage.server.complete(PROMPT)
     assert stage.server.complete(PROMPT)["cached"] > 0, "the prefix cache is not in use: its reset would prove nothing"
+    written = threading.Event()
+
+    def keep_asking(seed: int) -> list[dict[str, Any]]:
+        answers = [stage.server.complete([seed, *PROMPT], IN_FLIGHT_TOKENS)]
+        while not written.is_set():
+            answers.append(stage.server.complete([seed, *PROMPT], IN_FLIGHT_TOKENS))
+        return answers
+
     with ThreadPoolExecutor() as pool:
-        flying = [pool.submit(stage.server.complete, [seed, *PROMPT], IN_FLIGHT_TOKENS) for seed in range(2)]
-        results = trainer.all("write", version=version, options={})
-        still_running = [not request.done() for request in flying]
-        answers = [request.result(timeout=180) for request in flying]
-    assert any(still_running), "no request was in flight during the sync; give them more tokens"
+        clients = [pool.submit(keep_asking, seed) for seed in range(2)]
+        try:
+            results = trainer.all("write", version=version, options={})
+        finally:
+            written.set()
+        answers = [answer for client in clients for answer in client.result(timeout=180)]
     assert all(result["version"] == results[0]["version"] for result in results)
     return answers, results[0]
 

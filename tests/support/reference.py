@@ -1,7 +1,8 @@
 """The oracle: a vLLM engine that has nothing to do with awex, loaded from checkpoints on disk.
 
-    python -m tests.support.reference MODEL TP DTYPE      commands on standard input, see ``lines``
+    python -m tests.support.reference MODEL TP DTYPE reload|anew     commands on standard input, see ``lines``
 
+``reload``: one engine, and vLLM's own ``reload_weights`` for each checkpoint. ``anew``: an engine for each.
 Imports no awex code, and refuses to run if any is loaded.
 """
 
@@ -19,22 +20,33 @@ def main() -> None:
     """Start the engine, answer commands until standard input ends."""
     stream = answer_stream()
     os.environ["VLLM_PLUGINS"] = ""  # no general plugin is loaded, in any of its processes
+    if sys.argv[4] == "anew":
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where starting again takes seconds
     from vllm import LLM, SamplingParams
 
-    model, tp, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    llm = LLM(
-        model,
-        dtype=dtype,
-        tensor_parallel_size=tp,
-        enforce_eager=True,
-        max_model_len=1024,
-        seed=0,
-        worker_extension_cls="tests.support.engine_dump.DumpExtension",
-    )
+    model, tp, dtype, way = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+
+    def start(checkpoint: str) -> LLM:
+        return LLM(
+            checkpoint,
+            dtype=dtype,
+            tensor_parallel_size=tp,
+            enforce_eager=True,
+            max_model_len=1024,
+            seed=0,
+            worker_extension_cls="tests.support.engine_dump.DumpExtension",
+        )
+
+    llm = start(model)
 
     def load(checkpoint: str) -> str:
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
-        llm.reset_prefix_cache()
+        nonlocal llm
+        if way == "anew":
+            del llm  # before the next one takes its memory
+            llm = start(checkpoint)
+        else:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
+            llm.reset_prefix_cache()
         return checkpoint
 
     def dump(folder: str) -> list[int]:
