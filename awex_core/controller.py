@@ -17,6 +17,7 @@ A torn engine answers no generation request until a later version repairs it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,7 @@ from awex_core.engine import EngineHost
 from awex_core.errors import AwexError, Fenced, SyncTimeout, TransferError
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineState, JobView, SyncView
+from awex_core.options import EngineOptions
 from awex_core.process import this_process
 from awex_core.session import refusals
 from awex_core.version import INITIAL, Version
@@ -88,6 +90,11 @@ class EngineController:
     async def _call(self, function: Callable[[], _T]) -> _T:
         """Run a blocking call of the meta client without holding up requests."""
         return await asyncio.to_thread(function)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the engine is not paused between two versions."""
+        return not self._paused
 
     def why_closed(self) -> str:
         """Why generation requests must be refused now; empty when they need not."""
@@ -196,7 +203,7 @@ class EngineController:
             self.state = "updating"
             await self._within(limit_s, self._host.receive(sync.version), "the workers to receive a version")
             figures["update_s"] = time.perf_counter() - paused_at
-            await self._commit(sync.version, figures)
+            await self._commit(sync.version, figures, limit_s)
         except Exception as error:  # noqa: BLE001 - from here on bytes may have moved, whatever was raised
             if self.state == "updating" or was_torn:
                 await self._torn(sync.version, str(error), limit_s)
@@ -231,8 +238,8 @@ class EngineController:
         except asyncio.TimeoutError as error:
             raise SyncTimeout(f"engine {self.engine}: waited {limit_s:.0f} s for {what}") from error
 
-    async def _commit(self, version: Version, figures: dict[str, float]) -> None:
-        failure = await self._failure(version)
+    async def _commit(self, version: Version, figures: dict[str, float], limit_s: float) -> None:
+        failure = await self._call(lambda: self._await_workers(version, limit_s))
         if failure:
             raise TransferError(failure)
         accepted, reason = await self._report(version, "committed", figures=figures)
@@ -242,11 +249,30 @@ class EngineController:
 
     async def _failure(self, version: Version) -> str:
         """Why the version has failed on this engine already; empty while it has not."""
-        sync = (await self._call(self._client.watch)).sync
+        return self._failure_in(await self._call(self._client.watch), version)
+
+    def _failure_in(self, view: JobView, version: Version) -> str:
+        sync = view.sync
         if sync is None or sync.version != version or self.engine not in sync.engines:
             return f"version {version} is no longer being published"
         mine = sync.engines[self.engine]
         return (mine.reason or "it failed") if mine.outcome == "failed" else ""
+
+    def _await_workers(self, version: Version, limit_s: float) -> str:
+        """Wait until every worker holds the version; returns why one does not, or nothing.
+
+        An engine's call may return when its first workers are done (the later stages of a pipeline follow).
+        """
+
+        def settled(view: JobView) -> str | None:
+            failure = self._failure_in(view, version)
+            if failure or view.sync is None:
+                return failure
+            held = view.sync.engines[self.engine].reported
+            return "" if all(worker.rank in held for worker in view.engines[self.engine].workers) else None
+
+        what = f"all workers of engine {self.engine} to report version {version}"
+        return self._client.wait_for(settled, timeout_s=limit_s, what=what)
 
     async def _torn(self, version: Version, reason: str, limit_s: float) -> None:
         logger.error("awex: engine %s is torn at version %s: %s", self.engine, version, reason)
@@ -277,3 +303,32 @@ class EngineController:
             except AwexError as error:
                 logger.info("awex: leaving the job: %s", error)
         self._client.close()
+
+
+async def start_following(host: EngineHost) -> tuple[EngineController, asyncio.Task[None]]:
+    """Join the job with the settings in the environment and start the control task.
+
+    Cancelling the task leaves the job.
+
+    Raises:
+        ConfigError: a setting is missing or malformed.
+        MetaServerError: the meta server cannot be reached within the time limit, or refuses.
+    """
+    options = EngineOptions.from_env()
+    controller = EngineController(
+        host, engine=options.engine, config=SyncConfig.from_env(), require_version=options.require_version
+    )
+    try:
+        await controller.start()
+    except BaseException:
+        controller.close()
+        raise
+    return controller, asyncio.create_task(_run(controller))
+
+
+async def _run(controller: EngineController) -> None:
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await controller.run()
+    finally:
+        controller.close()

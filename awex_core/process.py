@@ -6,9 +6,13 @@ import os
 import secrets
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from awex_core.errors import ConfigError
 from awex_core.meta.messages import Process
+
+if TYPE_CHECKING:
+    import torch
 
 
 def this_process(meta_server: str, device: str = "cpu") -> Process:
@@ -47,3 +51,12 @@ def local_address(meta_server: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(f"meta server address {meta_server!r} cannot be resolved: {error}") from error
+
+
+def device_name(device: torch.device) -> str:
+    """A torch device's name for ``Process.device``."""
+    if device.type != "cuda":
+        return str(device.type)
+    import torch
+
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"

@@ -13,7 +13,10 @@ changes, whatever the loader does and wherever it raises.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -533,12 +536,37 @@ def trace_loader(
     recorder = _Recorder(tracked)
     where = torch.device(device)
     try:
-        with recorder, torch.no_grad():
+        with recorder, _inline_threads(), torch.no_grad():
             load_weights(_offer(tensors, where))
     except Exception as error:  # noqa: BLE001 - a loader may raise anything; it is reported by name below
         recorder = _Recorder(tracked)
         _trace_one_by_one(recorder, load_weights, tensors, where, error)
     return _finish(recorder, tensors)
+
+
+@contextlib.contextmanager
+def _inline_threads() -> Iterator[None]:
+    """Within: what this thread submits to a thread pool runs at once, in this thread.
+
+    Loaders copy in pools to save time; the recorder sees one thread only. Other threads' pools work as ever.
+    """
+    original, me = ThreadPoolExecutor.submit, threading.get_ident()
+
+    def submit(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if threading.get_ident() != me:
+            return original(pool, function, *args, **kwargs)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the future's
+            future.set_exception(error)
+        return future
+
+    ThreadPoolExecutor.submit = submit  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = original  # type: ignore[method-assign]
 
 
 def _offer(tensors: Iterable[CanonicalTensor], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -556,7 +584,7 @@ def _trace_one_by_one(
 ) -> None:
     for spec in tensors:
         try:
-            with recorder, torch.no_grad():
+            with recorder, _inline_threads(), torch.no_grad():
                 load_weights(_offer([spec], device))
         except Exception as one:  # noqa: BLE001 - as above
             recorder.untraced[spec.name] = f"the loader raised {type(one).__name__}: {one}"

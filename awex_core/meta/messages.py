@@ -95,12 +95,13 @@ class EngineView(_Message, frozen=True):
 
 
 class EngineSync(_Message, frozen=True):
-    """What became of one version in one engine."""
+    """What became of one version in one engine; ``reported`` are the workers that hold it."""
 
     outcome: EngineOutcome
     generation: int
     reason: str = ""
     figures: dict[str, float] = {}
+    reported: list[int] = []
 
 
 class SyncView(_Message, frozen=True):

@@ -57,12 +57,15 @@ class Sync:
             version=self.version,
             state=self.state,
             arrived=sorted(self.arrived),
-            engines=dict(self.parts),
+            engines={name: self._shown(name) for name in self.parts},
             digests={layout: dict(parts) for layout, parts in self.digests.items()},
             verify=self.verify,
             remaining_s=0.0 if self.state == "done" else max(0.0, self.deadline - now),
             reason=self.reason,
         )
+
+    def _shown(self, name: str) -> EngineSync:
+        return msgspec.structs.replace(self.parts[name], reported=sorted(self.reported.get(name, ())))
 
     def pending(self) -> list[str]:
         """The engines that have neither committed nor failed."""
@@ -152,6 +155,7 @@ class Sync:
             self.fail(engine.name, f"{describe(info)}: {message.reason or 'it gave no reason'}")
         elif before.outcome not in TERMINAL and info.rank not in reported:
             reported.add(info.rank)
+            self.pulse.changed()
             self._add_figures(engine.name, message.figures)
             if not engine.controlled:
                 self._progress(engine, "updating" if self._silent_workers(engine) else "committed", "")

@@ -6,32 +6,15 @@ set. With several API servers one controls and the others follow.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
-from awex_core.config import SyncConfig
-from awex_core.controller import EngineController
+from awex_core.controller import start_following
+from awex_core.gate import Gate, add_status_route
+from awex_core.options import EngineOptions, KvMode
 from awex_core.version import Version
 from vllm_awex import compat
-from vllm_awex.options import EngineOptions, KvMode
-
-_CONTROL_PATHS = (
-    "/awex",
-    "/health",
-    "/metrics",
-    "/ping",
-    "/load",
-    "/version",
-    "/tokenize",
-    "/detokenize",
-    "/pause",
-    "/resume",
-    "/collective_rpc",
-)
-"""Requests that do not generate; everything else that is posted is refused while the gate is closed."""
 
 
 class VllmHost:
@@ -78,29 +61,27 @@ class VllmHost:
         await self._engine.pause_generation(mode="abort", clear_cache=True)
 
 
-class Gate:
-    """ASGI middleware: answers 503 with the reason while the engine must not generate."""
+class VllmGate(Gate):
+    """Refuses generation while the engine must not generate."""
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass the request on, or refuse it."""
-        from starlette.responses import JSONResponse
-
-        generates = (
-            scope["type"] == "http"
-            and scope["method"] == "POST"
-            and not scope["path"].startswith(_CONTROL_PATHS)
-            and "weight" not in scope["path"]
-        )
-        controller = getattr(scope["app"].state, "awex_controller", None) if generates else None
-        reason = controller.why_closed() if controller is not None else ""
-        if not reason:
-            await self._app(scope, receive, send)
-            return
-        body = {"error": {"message": reason, "type": "ServiceUnavailableError", "code": 503}}
-        await JSONResponse(body, status_code=503, headers={"Retry-After": "1"})(scope, receive, send)
+    control_paths = (
+        "/awex",
+        "/health",
+        "/metrics",
+        "/ping",
+        "/load",
+        "/version",
+        "/tokenize",
+        "/detokenize",
+        "/pause",
+        "/resume",
+        "/collective_rpc",
+        "/init_weight",
+        "/update_weight",
+        "/start_weight",
+        "/finish_weight",
+        "/weight",
+    )
 
 
 def attach_to_api_server() -> None:
@@ -117,17 +98,12 @@ def _with_routes(build_app: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(build_app)
     def wrapper(args: Any, *rest: Any, **kwargs: Any) -> Any:
         enabled = getattr(args, "weight_sync_backend", None) is not None
-        gate = f"{Gate.__module__}.{Gate.__qualname__}"
+        gate = f"{VllmGate.__module__}.{VllmGate.__qualname__}"
         if enabled and gate not in args.middleware:
             args.middleware = [*args.middleware, gate]  # vLLM's own way to add one
         app = build_app(args, *rest, **kwargs)
         if enabled:
-
-            @app.get("/awex/status")
-            async def status() -> dict[str, Any]:
-                controller: EngineController = app.state.awex_controller
-                return controller.status()
-
+            add_status_route(app)
         return app
 
     return wrapper
@@ -138,37 +114,8 @@ def _with_controller(init_app_state: Callable[..., Awaitable[Any]]) -> Callable[
     async def wrapper(engine_client: Any, state: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         result = await init_app_state(engine_client, state, args, *rest, **kwargs)
         if getattr(args, "weight_sync_backend", None):
-            await start_controller(engine_client, state)
+            host = VllmHost(engine_client, EngineOptions.from_env().kv)
+            state.awex_controller, state.awex_task = await start_following(host)
         return result
 
     return wrapper
-
-
-async def start_controller(engine_client: Any, state: Any) -> None:
-    """Join the job and start the control task; the server does not start without the meta server.
-
-    Raises:
-        MetaServerError: it cannot be reached within the time limit, or refuses.
-    """
-    options = EngineOptions.from_env()
-    controller = EngineController(
-        VllmHost(engine_client, options.kv),
-        engine=options.engine,
-        config=SyncConfig.from_env(),
-        require_version=options.require_version,
-    )
-    state.awex_controller = controller
-    try:
-        await controller.start()
-    except BaseException:
-        controller.close()
-        raise
-    state.awex_task = asyncio.create_task(_run(controller))
-
-
-async def _run(controller: EngineController) -> None:
-    try:
-        with suppress(asyncio.CancelledError):
-            await controller.run()
-    finally:
-        controller.close()

@@ -18,9 +18,10 @@ from vllm.distributed.weight_transfer.base import (
 
 from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
+from awex_core.options import EngineOptions
+from awex_core.process import device_name
 from awex_core.reader import WeightReader
 from vllm_awex.layout import VllmWorkerModel
-from vllm_awex.options import EngineOptions
 
 
 @dataclass
@@ -66,7 +67,7 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
             world=world,
             controlled=init_info.controlled,
             config=SyncConfig.from_env(meta_server=init_info.meta_server, job=init_info.job),
-            device=_device_name(self.device),
+            device=device_name(self.device),
         )
 
     @property
@@ -93,11 +94,3 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-
-
-def _device_name(device: Any) -> str:
-    if device.type != "cuda":
-        return str(device.type)
-    import torch
-
-    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"

@@ -97,7 +97,47 @@ def wait_for_http(url: str, process: subprocess.Popen[bytes], log: Path, limit_s
     raise ChildError(f"{url} did not answer within {limit_s:g} s\n{log.read_text(errors='replace')[-4000:]}")
 
 
-class VllmServer:
+class EngineServer:
+    """A real inference server, in a session of its own and on a free port."""
+
+    def __init__(self, args: Sequence[str | Path], env: Mapping[str, str], log: Path, limit_s: float) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        listen = ["--host", "127.0.0.1", "--port", str(self.port)]
+        with log.open("ab") as sink:
+            self.process = subprocess.Popen(
+                [*args, *listen], cwd=ROOT, env=dict(env), stdout=sink, stderr=sink, start_new_session=True
+            )
+        self._http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        try:
+            wait_for_http(f"{self.url}/health", self.process, self.log, limit_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def status(self) -> dict[str, Any]:
+        """``GET /awex/status``."""
+        response = self._http.get("/awex/status")
+        response.raise_for_status()
+        return dict(response.json())
+
+    def processes(self, *parts: str) -> list[int]:
+        """Pids of the processes below it with one of ``parts`` in their name or command line."""
+        import psutil
+
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        titles = {child.pid: " ".join([child.name(), *child.cmdline()]) for child in found}
+        return [pid for pid, title in titles.items() if any(part in title for part in parts)]
+
+    def close(self) -> None:
+        """End it with everything it started."""
+        self._http.close()
+        end_session(self.process, grace_s=30)
+
+
+class VllmServer(EngineServer):
     """A real ``vllm serve`` with the flag."""
 
     def __init__(
@@ -112,27 +152,13 @@ class VllmServer:
         env: Mapping[str, str] | None = None,
         limit_s: float = START_LIMIT_S,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.tp, self.dtype = tp, dtype
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / "vllm.log"
         args = [BIN / "vllm", "serve", str(model), "--served-model-name", "m", "--dtype", dtype, "--enforce-eager"]
         args += ["--max-model-len", "1024", "--tensor-parallel-size", str(tp), "--seed", "0"]
-        args += ["--host", "127.0.0.1", "--port", str(self.port), "--enable-prompt-tokens-details"]
-        args += ["--worker-extension-cls", "tests.support.engine_dump.DumpExtension"]
+        args += ["--enable-prompt-tokens-details", "--worker-extension-cls", "tests.support.engine_dump.DumpExtension"]
         args += ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address, *extra]
         variables = {**engine_env(tp), **meta.env, "PYTHONPATH": str(ROOT), **(env or {})}
-        with self.log.open("ab") as sink:
-            self.process = subprocess.Popen(
-                args, cwd=ROOT, env=variables, stdout=sink, stderr=sink, start_new_session=True
-            )
-        self._http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
-        try:
-            wait_for_http(f"{self.url}/health", self.process, self.log, limit_s)
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(args, variables, folder / "vllm.log", limit_s)
 
     def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
         """Greedy completion of token ids: tokens' log probabilities, text, cached prompt tokens."""
@@ -141,12 +167,6 @@ class VllmServer:
     def post_completion(self, prompt: list[int], max_tokens: int = 8) -> httpx.Response:
         """The same, as the response itself."""
         return self._http.post("/v1/completions", json=completion_body(prompt, max_tokens))
-
-    def status(self) -> dict[str, Any]:
-        """``GET /awex/status``."""
-        response = self._http.get("/awex/status")
-        response.raise_for_status()
-        return dict(response.json())
 
     def weight_version(self) -> str:
         """vLLM's own word on its weights' version."""
@@ -162,16 +182,7 @@ class VllmServer:
 
     def workers(self) -> list[int]:
         """Pids of its worker processes."""
-        import psutil
-
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return [child.pid for child in found if "Worker" in " ".join(child.cmdline()) or "EngineCore" in child.name()]
-
-    def close(self) -> None:
-        """End it with everything it started."""
-        if hasattr(self, "_http"):
-            self._http.close()
-        end_session(self.process, grace_s=30)
+        return self.processes("Worker", "EngineCore")
 
 
 def completion_body(prompt: list[int], max_tokens: int) -> dict[str, Any]:
@@ -275,11 +286,12 @@ class TrainerJob:
 
 
 class Reference(Child):
-    """The oracle engine: vLLM without awex, on checkpoints from disk."""
+    """The oracle engine: vLLM without awex, on checkpoints from disk; started ``anew`` for each, or reloaded."""
 
-    def __init__(self, model: Path, folder: Path, *, tp: int, dtype: str) -> None:
+    def __init__(self, model: Path, folder: Path, *, tp: int, dtype: str, anew: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         args = [sys.executable, "-m", "tests.support.reference", str(model), str(tp), dtype]
+        args.append("anew" if anew else "reload")
         super().__init__(args, folder / "reference.log", {**engine_env(tp), "PYTHONPATH": str(ROOT)})
 
     def wait(self) -> None:

@@ -10,7 +10,8 @@ has to pad it.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,55 @@ SIZES: dict[str, Any] = {
 }
 
 
+QWEN3_MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+
+DEEPSEEK: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "routed_scaling_factor": 1.0,
+    "num_mtp_layers": 0,
+    # SGLang reads these three, which transformers has dropped. On a CPU it knows no rotary embedding but yarn's.
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 1.0,
+        "original_max_position_embeddings": 2048,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
 @dataclass(frozen=True)
 class Kind:
-    """A model type of transformers, whether its embeddings are tied, and its attention heads."""
+    """A model type of transformers, whether its embeddings are tied, its attention heads, and what only it has."""
 
     model_type: str
     tied: bool = False
     heads: int = 8
     kv_heads: int = 4
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
 KINDS = {
@@ -49,6 +91,8 @@ KINDS = {
     "llama-tied": Kind("llama", tied=True),
     # vLLM's Qwen2 takes hidden_size / heads for the head size, and its CPU kernels want 32.
     "qwen2": Kind("qwen2", heads=4, kv_heads=2),
+    "qwen3-moe": Kind("qwen3_moe", sizes=QWEN3_MOE),
+    "deepseek": Kind("deepseek_v3", heads=4, kv_heads=4, sizes=DEEPSEEK),
 }
 
 
@@ -68,7 +112,8 @@ def make_model(out: Path | str, kind: str = "qwen3", *, dtype: str = "bfloat16",
     torch.manual_seed(seed)
     chosen = KINDS[kind]
     heads = {"num_attention_heads": chosen.heads, "num_key_value_heads": chosen.kv_heads}
-    config = AutoConfig.for_model(chosen.model_type, **{**SIZES, **heads, **sizes, "tie_word_embeddings": chosen.tied})
+    fields = {**SIZES, **heads, **chosen.sizes, **sizes, "tie_word_embeddings": chosen.tied}
+    config = AutoConfig.for_model(chosen.model_type, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     _randomise(model)
     path = Path(out)
@@ -78,7 +123,10 @@ def make_model(out: Path | str, kind: str = "qwen3", *, dtype: str = "bfloat16",
 
 
 def _randomise(model: Any) -> None:
-    """Give norms and biases values of their own: all ones and zeros would hide a tensor in the wrong place."""
+    """Give norms and biases values of their own: all ones and zeros would hide a tensor in the wrong place.
+
+    Routers are spread out, so that a token's experts differ by more than a rounding.
+    """
     import torch
 
     with torch.no_grad():
@@ -87,6 +135,11 @@ def _randomise(model: Any) -> None:
                 parameter.copy_(1 + 0.1 * torch.randn(parameter.shape))
             elif name.endswith(".bias"):
                 parameter.copy_(0.1 * torch.randn(parameter.shape))
+            elif name.endswith(".mlp.gate.weight"):
+                parameter.copy_(0.1 * torch.randn(parameter.shape))
+        for name, buffer in model.named_buffers():
+            if name.endswith(".e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape))
 
 
 def _byte_tokenizer() -> Any:

@@ -1,0 +1,55 @@
+"""ASGI middleware that refuses generation while an engine must not generate."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from starlette.responses import JSONResponse
+
+from awex_core.controller import EngineController
+
+
+class Gate:
+    """Answers 503 with the reason while the controller in ``app.state.awex_controller`` says that it is closed.
+
+    Subclasses list the engine's own ``control_paths``: posts to paths that
+    begin so do not generate. Every other post is taken to, so that an endpoint
+    nobody thought of is refused rather than answered by torn weights.
+    """
+
+    control_paths: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass the request on, or refuse it."""
+        reason = self._why_refused(scope)
+        if not reason:
+            await self._app(scope, receive, send)
+            return
+        body = {"error": {"message": reason, "type": "ServiceUnavailableError", "code": 503}}
+        await JSONResponse(body, status_code=503, headers={"Retry-After": "1"})(scope, receive, send)
+
+    def _why_refused(self, scope: Any) -> str:
+        generates = (
+            scope["type"] == "http" and scope["method"] == "POST" and not scope["path"].startswith(self.control_paths)
+        )
+        controller: EngineController | None = None
+        if generates:
+            controller = getattr(scope["app"].state, "awex_controller", None)
+        return controller.why_closed() if controller is not None else ""
+
+
+def add_status_route(app: Any) -> None:
+    """``GET /awex/status``: what the controller knows of its engine.
+
+    Args:
+        app: the engine's FastAPI application.
+    """
+
+    async def status() -> dict[str, Any]:
+        controller: EngineController = app.state.awex_controller
+        return controller.status()
+
+    app.add_api_route("/awex/status", status, methods=["GET"])

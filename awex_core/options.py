@@ -1,0 +1,142 @@
+"""The flags that every engine gets, and the environment variables by which they reach all of its processes.
+
+An engine's workers and further API servers are other processes. They inherit
+the environment, so that is where the flags go once they are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from awex_core.config import SyncConfig
+from awex_core.errors import ConfigError
+from awex_core.meta.client import MetaClient
+
+KvMode = Literal["recompute", "keep", "abort"]
+
+_ENV = {
+    "weight_sync_backend": "AWEX_BACKEND",
+    "weight_sync_meta_server": "AWEX_META_SERVER",
+    "weight_sync_job": "AWEX_JOB",
+    "weight_sync_engine": "AWEX_ENGINE",
+    "weight_sync_kv": "AWEX_KV",
+    "weight_sync_require_version": "AWEX_REQUIRE_VERSION",
+}
+"""Flag -> variable."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What is particular to one engine; the rest is ``SyncConfig``.
+
+    ``engine`` is its name in the job, ``workers`` how many it has in all (0:
+    not known). ``kv`` says what becomes of the KV cache of requests in flight.
+    """
+
+    engine: str
+    workers: int
+    kv: KvMode
+    require_version: bool
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str] | None = None) -> EngineOptions:
+        """Read what ``settle_engine`` wrote, or the user of an offline engine has set.
+
+        Raises:
+            ConfigError: a value is not one of those allowed.
+        """
+        environ = os.environ if environ is None else environ
+        kv = environ.get("AWEX_KV", "recompute")
+        if kv not in get_args(KvMode):
+            raise ConfigError(f"AWEX_KV must be one of {', '.join(get_args(KvMode))}; got {kv!r}")
+        workers = environ.get("AWEX_ENGINE_WORKERS", "0")
+        if not workers.isdigit():
+            raise ConfigError(f"AWEX_ENGINE_WORKERS must be a number, got {workers!r}")
+        return EngineOptions(
+            engine=environ.get("AWEX_ENGINE", ""),
+            workers=int(workers),
+            kv=kv,  # type: ignore[arg-type]  # checked above
+            require_version=environ.get("AWEX_REQUIRE_VERSION", "") not in ("", "0"),
+        )
+
+
+def add_flags(parser: Any, backend_action: str | type[argparse.Action] = "store") -> None:
+    """Add the ``--weight-sync-*`` flags to an engine's argument parser.
+
+    Args:
+        parser: it, or a group of it.
+        backend_action: argparse's action for ``--weight-sync-backend``.
+    """
+    group = parser.add_argument_group(title="awex", description="Follow a trainer's weights.")
+    group.add_argument("--weight-sync-backend", choices=["awex"], default=None, action=backend_action)
+    group.add_argument("--weight-sync-meta-server", default=None, metavar="HOST:PORT")
+    group.add_argument("--weight-sync-job", default=None, help="job name, the same as the trainer's")
+    group.add_argument("--weight-sync-engine", default=None, help="this engine's name in the job")
+    group.add_argument(
+        "--weight-sync-kv",
+        choices=get_args(KvMode),
+        default=None,
+        help="what happens to the KV cache of requests in flight: recompute it under the new weights (default), "
+        "keep it, or abort the requests",
+    )
+    group.add_argument(
+        "--weight-sync-require-version",
+        action="store_true",
+        default=None,
+        help="answer 503 until the trainer has published a version (always so with dummy weights)",
+    )
+
+
+def read_flags(args: argparse.Namespace) -> bool:
+    """Leave the flags in the environment; returns whether ``--weight-sync-backend`` is among them.
+
+    Raises:
+        ConfigError: other flags are given without it.
+    """
+    if getattr(args, "weight_sync_backend", None) is None:
+        given = [flag for flag in _ENV if getattr(args, flag, None)]
+        if given:
+            flags = ", ".join("--" + flag.replace("_", "-") for flag in given)
+            raise ConfigError(f"{flags} needs --weight-sync-backend=awex")
+        return False
+    for flag, variable in _ENV.items():
+        value = getattr(args, flag, None)
+        if value is not None:
+            os.environ[variable] = "1" if value is True else str(value)
+    return True
+
+
+def settle_engine(kind: str, *, workers: int, dummy_weights: bool) -> EngineOptions:
+    """Complete the environment of an engine's processes: its name, how many workers it has; check all settings.
+
+    Args:
+        kind: begins the name of an engine that was given none.
+        workers: over all its parallel dimensions.
+        dummy_weights: it serves nothing until it has received a version.
+
+    Raises:
+        ConfigError: a setting is missing or malformed.
+    """
+    if dummy_weights:
+        os.environ["AWEX_REQUIRE_VERSION"] = "1"
+    os.environ.setdefault("AWEX_ENGINE", f"{kind}-{socket.gethostname()}-{secrets.token_hex(3)}")
+    os.environ["AWEX_ENGINE_WORKERS"] = str(workers)
+    SyncConfig.from_env()
+    return EngineOptions.from_env()
+
+
+def check_meta_server() -> None:
+    """Find out before a model is loaded, which may take minutes, whether the meta server is there.
+
+    Raises:
+        MetaServerError: it does not answer within the time limit, or not to this token.
+    """
+    config = SyncConfig.from_env()
+    with MetaClient(config.meta_server, config.job, config.token, timeout_s=config.connect_timeout_s) as client:
+        client.check()

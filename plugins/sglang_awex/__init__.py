@@ -1,0 +1,42 @@
+"""SGLang serves the trainer's newest weights: ``sglang serve MODEL --weight-sync-backend=awex ...``.
+
+__init__   what SGLang calls in every process: hook the flags, the launcher and the schedulers
+options    the flags, and what they do not go with
+engine     one scheduler rank: a ``WeightReader``, driven by commands to all ranks
+layout     one rank's parameters, traced through SGLang's own loader
+commit     one engine: pause, receive, resume; status and refusal over HTTP
+compat     the only file that touches private SGLang names
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def register() -> None:
+    """Entry point ``sglang.srt.plugins``; called in every SGLang process.
+
+    Without the flag (or ``AWEX_BACKEND=awex``) this adds the flags and changes nothing else.
+
+    Raises:
+        SystemExit: this SGLang lacks something the plugin needs, and weight sync is asked for. (SGLang
+            only logs other exceptions, and would serve weights that no trainer ever reaches.)
+    """
+    from sglang_awex import compat
+
+    compat.hook_processes()
+
+
+def wait_for_version(engine: Any, *, timeout_s: float = 300.0) -> str:
+    """Let an offline ``sgl.Engine`` take the next version; returns the one it serves then, as ``EPOCH.NUMBER``.
+
+    An offline engine works only while one of its methods runs. A version that
+    the trainer publishes in between waits for the next call, of ``generate`` or of this.
+
+    Raises:
+        SyncTimeout: no newer version was committed within ``timeout_s``.
+        ConfigError: the engine was started without ``AWEX_BACKEND=awex``.
+    """
+    from sglang_awex.commit import wait_for_version as wait
+
+    return wait(engine, timeout_s)

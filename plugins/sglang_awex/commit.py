@@ -1,0 +1,183 @@
+"""One engine's end: pause, receive, resume, and what clients see of it.
+
+Runs in the process of the tokenizer manager, through which all requests pass:
+attached to the HTTP server's application, or to an offline ``sgl.Engine``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from awex_core.controller import EngineController, start_following
+from awex_core.errors import ConfigError, SyncTimeout, TransferError
+from awex_core.gate import Gate, add_status_route
+from awex_core.options import EngineOptions, KvMode
+from awex_core.version import Version
+from sglang_awex import compat
+from sglang_awex.engine import DONE, FAILED, PREFIX, RUNNING
+
+_FLUSH_LIMIT_S = 30.0
+_WAIT_S = 0.5
+"""How long one question for progress may hold up a scheduler that is paused anyway."""
+_POLL_S = 0.02
+
+
+class SglangHost:
+    """``awex_core.engine.EngineHost`` of one SGLang engine."""
+
+    def __init__(self, manager: Any, kv: KvMode) -> None:
+        """``manager`` is SGLang's tokenizer manager."""
+        self._manager, self._kv = manager, kv
+
+    async def prepare(self) -> None:
+        """See ``EngineHost.prepare``."""
+        await self._run("prepare")
+
+    async def connect(self, version: Version) -> None:
+        """See ``EngineHost.connect``."""
+        await self._run("connect")
+
+    async def pause(self) -> None:
+        """See ``EngineHost.pause``.
+
+        ``recompute`` retracts running requests: their KV is dropped, and they
+        are prefilled anew when resumed. (``in_place`` would leave them with KV
+        of the old weights, which is what ``keep`` means.) Then no cached
+        prefix may remain, and SGLang must confirm that.
+        """
+        await compat.pause(self._manager, {"recompute": "retract", "keep": "in_place", "abort": "abort"}[self._kv])
+        if self._kv == "keep":
+            return  # its radix cache is off
+        end = time.monotonic() + _FLUSH_LIMIT_S
+        while not await compat.flush_cache(self._manager):
+            if time.monotonic() > end:
+                raise TransferError(
+                    f"SGLang refused to flush its cache for {_FLUSH_LIMIT_S:g} s: requests hold on to it though paused"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def receive(self, version: Version) -> None:
+        """See ``EngineHost.receive``."""
+        await self._run("receive", wait_s=_WAIT_S)
+
+    async def release(self) -> None:
+        """See ``EngineHost.release``."""
+        await self._run("release")
+
+    async def resume(self, version: Version) -> None:
+        """See ``EngineHost.resume``; nothing was computed since the cache was flushed, so nothing stale is in it."""
+        await compat.set_weight_version(self._manager, str(version))
+        await compat.resume(self._manager)
+
+    async def fail_requests(self) -> None:
+        """See ``EngineHost.fail_requests``."""
+        await compat.fail_requests(
+            self._manager, "the weights of this engine are incomplete after a failed update; see /awex/status"
+        )
+
+    async def _run(self, command: str, wait_s: float = 0.0) -> None:
+        """Have every rank carry out a command; ranks report failures of a version to the meta server."""
+        await self._ask(command)
+        while (status := await self._ask(f"wait:{wait_s}")) != DONE:
+            if status == FAILED:
+                raise TransferError(f"a rank could not {command}; its log says why")
+            await asyncio.sleep(0 if wait_s else _POLL_S)
+
+    async def _ask(self, command: str) -> str:
+        statuses = await compat.check_weights(self._manager, PREFIX + command)
+        strange = [status for status in statuses if status not in (DONE, RUNNING, FAILED)]
+        if strange:
+            raise ConfigError(f"a scheduler runs without the awex plugin; it answers {strange[0]!r}")
+        return FAILED if FAILED in statuses else next((status for status in statuses if status != DONE), DONE)
+
+
+class SglangGate(Gate):
+    """Refuses generation while the engine must not generate."""
+
+    control_paths = (
+        "/awex",
+        "/health",
+        "/metrics",
+        "/ping",
+        "/tokenize",
+        "/detokenize",
+        "/v1/tokenize",
+        "/v1/detokenize",
+        "/flush_cache",
+        "/abort_request",
+        "/pause_generation",
+        "/continue_generation",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/update_weight",
+        "/weights_checker",
+        "/get_weights_by_name",
+        "/init_weights",
+        "/destroy_weights",
+        "/send_weights",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/start_profile",
+        "/stop_profile",
+        "/set_internal_state",
+        "/configure_logging",
+        "/set_trace_level",
+        "/freeze_gc",
+    )
+
+    def _why_refused(self, scope: Any) -> str:
+        # SGLang's own warm-up generates, and must on dummy weights too; until it has, the server is not healthy.
+        return "" if compat.is_starting() else super()._why_refused(scope)
+
+
+def attach_to_app(app: Any) -> None:
+    """Add the gate, the status route and the control task to the HTTP server's application, before it starts."""
+    original = app.router.lifespan_context
+    app.add_middleware(SglangGate)
+    add_status_route(app)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(scope_app: Any) -> AsyncIterator[Any]:
+        # First, so that a server that cannot follow stops before its warm-up begins.
+        controller, task = await start_following(_host(compat.http_tokenizer_manager()))
+        app.state.awex_controller = controller
+        try:
+            async with original(scope_app) as state:
+                yield state
+        finally:
+            task.cancel()
+            await asyncio.wait([task], timeout=5)
+
+    app.router.lifespan_context = lifespan
+
+
+def attach_to_engine(engine: Any) -> None:
+    """Have an offline ``sgl.Engine`` follow whenever its event loop runs."""
+    host = _host(engine.tokenizer_manager)
+    engine.awex_controller, engine.awex_task = engine.loop.run_until_complete(start_following(host))
+    compat.gate_generation(engine.tokenizer_manager, engine.awex_controller)
+
+
+def wait_for_version(engine: Any, timeout_s: float) -> str:
+    """See ``sglang_awex.wait_for_version``."""
+    controller: EngineController | None = getattr(engine, "awex_controller", None)
+    if controller is None:
+        raise ConfigError("this engine does not follow a trainer: set AWEX_BACKEND=awex before it is started")
+
+    async def wait() -> None:
+        before, end = controller.version, time.monotonic() + timeout_s
+        while controller.version == before or not controller.settled:
+            if time.monotonic() > end:
+                raise SyncTimeout(f"waited {timeout_s:g} s for a version newer than {before} ({controller.reason})")
+            await asyncio.sleep(_POLL_S)
+
+    engine.loop.run_until_complete(wait())
+    return str(controller.version)
+
+
+def _host(manager: Any) -> SglangHost:
+    return SglangHost(manager, EngineOptions.from_env().kv)

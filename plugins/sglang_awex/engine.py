@@ -1,0 +1,107 @@
+"""One scheduler rank's end: a ``WeightReader``, driven by commands that reach every rank.
+
+A command travels the way of SGLang's own ``/weights_checker`` requests: to the
+schedulers of all data-parallel replicas, from each to its tensor-parallel
+ranks, and from stage to stage. A stage handles a command before it passes it
+on, so a command only starts work, in a thread of its own, and ``wait`` asks
+whether that work is done. Requests keep running meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from awex_core.config import SyncConfig
+from awex_core.options import EngineOptions
+from awex_core.process import device_name
+from awex_core.reader import WeightReader
+from sglang_awex import compat
+from sglang_awex.layout import SglangWorkerModel
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "awex:"
+
+DONE, RUNNING, FAILED = "done", "running", "failed"
+
+
+class Worker:
+    """A scheduler rank's reader, its thread, and the work that was last begun."""
+
+    def __init__(self, manager: Any) -> None:
+        """``manager`` is SGLang's ``SchedulerWeightUpdaterManager``."""
+        self._manager = manager
+        self._reader: WeightReader | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="awex")
+        self._work: Future[None] | None = None
+
+    def handle(self, command: str) -> str:
+        """Begin a command, or ``wait:SECONDS`` for what was begun; returns how far all tensor-parallel ranks are."""
+        name, _, argument = command.partition(":")
+        if name == "wait":
+            return self._wait(float(argument))
+        self._work = self._thread.submit(getattr(self, f"_{name}"))
+        return RUNNING
+
+    def _wait(self, seconds: float) -> str:
+        work = self._work
+        if work is None or wait([work], timeout=seconds).done:
+            mine = FAILED if work is not None and work.exception() else DONE
+        else:
+            mine = RUNNING
+        return compat.agree(self._manager.tp_cpu_group, mine, (FAILED, RUNNING, DONE))
+
+    def _prepare(self) -> None:
+        """Join the job, and trace the model if a trainer is there. Called again when one appears."""
+        try:
+            if self._reader is None:
+                self._reader = self._join()
+            self._reader.prepare()
+        except Exception as error:
+            logger.error("awex: this rank cannot join: %s", error)
+            raise
+
+    def _join(self) -> WeightReader:
+        options, runner = EngineOptions.from_env(), compat.target_runner(self._manager)
+        model = SglangWorkerModel(runner)
+        return WeightReader(
+            model,
+            engine=options.engine,
+            rank=compat.worker_rank(),
+            world=options.workers,
+            controlled=True,
+            config=SyncConfig.from_env(),
+            device=device_name(model.device),
+        )
+
+    def _connect(self) -> None:
+        self._joined().connect()
+
+    def _receive(self) -> None:
+        self._joined().receive()
+        self._joined().finish()
+
+    def _release(self) -> None:
+        self._joined().finish()
+
+    def _joined(self) -> WeightReader:
+        if self._reader is None:
+            raise RuntimeError("prepare comes first")
+        return self._reader
+
+
+_worker: Worker | None = None
+"""This process's. A scheduler process serves one rank."""
+
+
+def around_check_weights(original: Any, manager: Any, request: Any) -> Any:
+    """Hook: handle our commands, leave SGLang's own to it."""
+    global _worker
+    if not request.action.startswith(PREFIX):
+        return original(manager, request)
+    if _worker is None:
+        _worker = Worker(manager)
+    status = _worker.handle(request.action.removeprefix(PREFIX))
+    return compat.check_weights_answer(status != FAILED, status)

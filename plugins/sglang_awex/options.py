@@ -1,0 +1,75 @@
+"""The flags of ``sglang serve``, and what they do not go with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from awex_core import options
+from awex_core.errors import ConfigError
+
+
+def enabled() -> bool:
+    """Whether weight sync is asked for: by the flag, or by ``AWEX_BACKEND=awex`` for an offline engine.
+
+    Raises:
+        ConfigError: another backend is asked for.
+    """
+    backend = os.environ.get("AWEX_BACKEND", "")
+    if backend not in ("", "awex"):
+        raise ConfigError(f"AWEX_BACKEND must be awex, got {backend!r}")
+    return bool(backend)
+
+
+def settle(settings: Mapping[str, Any]) -> None:
+    """Check an engine's resolved settings and leave what its processes need in the environment.
+
+    Args:
+        settings: the fields of SGLang's ``ServerArgs``, resolved.
+
+    Raises:
+        ConfigError: a setting is missing or does not go with another; before any model is loaded.
+        MetaServerError: the meta server does not answer within the time limit, or not to this token.
+    """
+    if settings["nnodes"] > 1 and not os.environ.get("AWEX_ENGINE"):
+        raise ConfigError("an engine on several nodes needs --weight-sync-engine NAME, the same on all of them")
+    engine = options.settle_engine(
+        "sglang",
+        workers=settings["tp_size"] * settings["pp_size"] * settings["dp_size"],
+        dummy_weights=settings["load_format"] == "dummy",
+    )
+    if engine.kv == "keep" and not settings["disable_radix_cache"]:
+        raise ConfigError(
+            "--weight-sync-kv=keep needs --disable-radix-cache: SGLang cannot drop cached prefixes that running "
+            "requests hold, so new requests would reuse KV of older weights"
+        )
+    if settings["pp_size"] > 1 and engine.kv != "abort":
+        raise ConfigError(
+            "--pp-size above 1 needs --weight-sync-kv=abort: SGLang's pipeline goes on computing while paused, so "
+            "requests in flight would meet two versions; with abort none is in flight"
+        )
+    for setting, reason in _UNSUPPORTED.items():
+        if settings.get(setting) not in (None, False, 0, "", "off", "null"):
+            flag = "--" + setting.replace("_", "-")
+            raise ConfigError(f"--weight-sync-backend=awex does not support {flag}: {reason}")
+    if settings["tokenizer_worker_num"] > 1:
+        raise ConfigError(
+            "--weight-sync-backend=awex does not support --tokenizer-worker-num above 1: the control task needs "
+            "the one process through which all requests pass"
+        )
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
+        raise ConfigError("--weight-sync-backend=awex does not support SGLANG_RUST_SERVER: nobody would pause requests")
+    options.check_meta_server()
+
+
+_UNSUPPORTED = {
+    "enable_lora": "adapters are not synced",
+    "speculative_algorithm": "a draft model would keep its old weights",
+    "hicache_storage_backend": "what it stores is found by tokens alone, so KV of older weights would be reused",
+    "weight_cache_mode": "its weights are shared with other engines, which would change with this one",
+    "enable_eplb": "experts move between ranks, away from where they were traced",
+    "grpc_mode": "the gate that refuses requests of a torn engine is HTTP's",
+    "smg_grpc_mode": "the gate that refuses requests of a torn engine is HTTP's",
+    "cpu_offload_gb": "offloaded weights are not where the engine computes",
+}

@@ -1,0 +1,158 @@
+"""SGLang's parts of a job, as processes in an environment of their own: the server, and the reference engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.jobs import START_LIMIT_S, EngineServer, MetaServerProcess
+from tests.support.lines import ROOT, Child, ChildError
+from tests.support.sglang_reference import generate_body, read_generation, take_dump
+
+BIN = ROOT / ".venv-sglang" / "bin"
+ON_CPU = ROOT / "tests" / "support" / "sglang_cpu"
+
+CPU_ENV = {
+    "PYTHONPATH": os.pathsep.join([str(ON_CPU), str(ROOT)]),
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+}
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "disable_custom_all_reduce": True,
+    "max_total_tokens": 4096,
+    "max_running_requests": 8,
+    "random_seed": 0,
+}
+"""What an SGLang engine needs on a CPU, as arguments of ``sglang.Engine``; as flags they have the same names."""
+
+
+def sglang_env(workers: int) -> dict[str, str]:
+    """Environment of an SGLang process on this CPU: one core per worker."""
+    cores = os.cpu_count() or 1
+    binding = "|".join(str(rank % cores) for rank in range(workers))
+    return {**os.environ, **CPU_ENV, "SGLANG_CPU_OMP_THREADS_BIND": binding}
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Arguments of ``sglang.Engine`` as flags of the server."""
+    found = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        found += [flag] if value is True else [flag, str(value)]
+    return found
+
+
+class SglangServer(EngineServer):
+    """A real SGLang server, that follows a trainer unless told otherwise.
+
+    ``command`` is ``"launch_server"`` or ``"serve"``. ``options`` are arguments
+    of ``sglang.Engine`` as ``SglangReference`` takes them, ``extra`` are flags.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        meta: MetaServerProcess | None,
+        folder: Path,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int = 1,
+        dtype: str = "bfloat16",
+        options: Mapping[str, Any] | None = None,
+        extra: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        follow: bool = True,
+        command: str = "launch_server",
+        limit_s: float = START_LIMIT_S,
+    ) -> None:
+        self.tp, self.dtype = tp, dtype
+        self.world = tp * pp * dp
+        starts = {
+            "launch_server": [BIN / "python", "-m", "sglang.launch_server"],
+            "serve": [BIN / "sglang", "serve"],
+        }
+        chosen = {**_options(model, tp, pp, dp, dtype), "skip_server_warmup": True, **(options or {})}
+        args = [*starts[command], *flags(chosen)]
+        variables = sglang_env(self.world)
+        if meta is not None:
+            variables |= meta.env
+            if follow:
+                args += ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address]
+        super().__init__([*args, *extra], {**variables, **(env or {})}, folder / "sglang.log", limit_s)
+
+    def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
+        """Greedy completion of token ids: tokens, their log probabilities and weight versions, cached prompt tokens."""
+        response = self.post_completion(prompt, max_tokens)
+        if response.status_code != 200:
+            raise ChildError(f"completion: {response.status_code} {response.text[:500]}")
+        return read_generation(response.json())
+
+    def post_completion(self, prompt: list[int], max_tokens: int = 8) -> httpx.Response:
+        """The same, as the response itself."""
+        return self._http.post("/generate", json=generate_body(prompt, max_tokens))
+
+    def weight_version(self) -> str:
+        """SGLang's own word on its weights' version."""
+        response = self._http.get("/model_info")
+        response.raise_for_status()
+        return str(response.json()["weight_version"])
+
+    def dump(self, folder: Path) -> int:
+        """Have every worker write its tensors to ``folder``; returns how many there are in all."""
+        return sum(take_dump(folder, self.world, self._check))
+
+    def checksums(self) -> list[dict[str, Any]]:
+        """SGLang's own checksums of the tensors of each rank that answers."""
+        return list(self._check("checksum")["ranks"])
+
+    def _check(self, action: str) -> dict[str, Any]:
+        response = self._http.post("/weights_checker", json={"action": action})
+        if response.status_code != 200:
+            raise ChildError(f"weights_checker {action}: {response.status_code} {response.text[:500]}")
+        return dict(response.json())
+
+    def workers(self) -> list[int]:
+        """Pids of its schedulers, which hold the model."""
+        return self.processes("sglang::scheduler")
+
+
+class SglangReference(Child):
+    """The oracle engine: SGLang without awex, on checkpoints from disk."""
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int = 1,
+        dtype: str = "bfloat16",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        chosen = {**_options(model, tp, pp, dp, dtype), "log_level": "warning", **(options or {})}
+        args = [str(BIN / "python"), "-m", "tests.support.sglang_reference", json.dumps(chosen)]
+        variables = {**sglang_env(tp * pp * dp), "SGLANG_PLUGINS": "sglang_on_cpu"}
+        super().__init__(args, folder / "reference.log", variables)
+
+    def wait(self) -> None:
+        """Wait until it is up."""
+        self.receive(START_LIMIT_S)
+
+
+def _options(model: Path, tp: int, pp: int, dp: int, dtype: str) -> dict[str, Any]:
+    return {"model_path": str(model), "dtype": dtype, "tp_size": tp, "pp_size": pp, "dp_size": dp, **OPTIONS}
