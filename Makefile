@@ -1,47 +1,53 @@
-# make setup   the environment, in .venv; quick when nothing changed
+# make setup   the environments: .venv, and .venv-sglang for SGLang; quick when nothing changed
 # make check   format, lint, types and the repository's rules
-# make test    every test, with real engines on CPU
-# make demo    a live vLLM server follows a real Megatron trainer; e.g. make demo TRAINER="tp=1,pp=2" ENGINE_TP=1
+# make test    every test, with real engines on CPU; JOBS=2 of them at a time
+# make demo    a live vLLM server follows a real Megatron trainer; ENGINE=sglang takes an SGLang server, ENGINE=both
+#              takes both; other layouts: make demo TRAINER="tp=1,pp=2" ENGINE_TP=1
 # make bench   the benchmarks, with their goals
 # make format  rewrites the files the way "make check" wants them
-# make clean   removes the environment and everything that was built
+# make clean   removes the environments and everything that was built
 
 SHELL := bash
 PY := .venv/bin/python
 MAKEFLAGS += --no-print-directory
 
+ENGINE ?= vllm
 TRAINER ?= tp=2
 ENGINE_TP ?= 2
+JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo bench format clean
+.PHONY: help setup setup-vllm setup-sglang check test demo bench format clean
+.NOTPARALLEL:  # both set-ups build in this tree
 
 help:
 	@sed -n 's/^# //p' Makefile
 
-setup:
-	@tests/setup_env.sh
+setup: setup-vllm setup-sglang
 
-check: setup
+setup-vllm setup-sglang: setup-%:
+	@tests/setup_env.sh $*
+
+check: setup-vllm
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/rules
 
 test: setup
-	$(PY) -m pytest tests $(PYTEST_ARGS)
+	$(PY) -m pytest tests -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
-demo: setup
-	@TRAINER='$(TRAINER)' ENGINE_TP='$(ENGINE_TP)' $(PY) -m tests.demo
+demo: setup-vllm $(if $(filter sglang both,$(ENGINE)),setup-sglang)
+	@ENGINE='$(ENGINE)' TRAINER='$(TRAINER)' ENGINE_TP='$(ENGINE_TP)' $(PY) -m tests.demo
 
-bench: setup
+bench: setup-vllm
 	$(PY) -m benchmarks $(BENCH)
 
-format: setup
+format: setup-vllm
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-sglang .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

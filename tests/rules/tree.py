@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # Where to look when the tree is not a git checkout.
-NOT_OURS = {".git", ".venv", ".cache", "build", "dist", "__pycache__"}
+NOT_OURS = {".git", ".venv", ".venv-sglang", ".cache", "build", "dist", "__pycache__"}
 
 
 @functools.cache
