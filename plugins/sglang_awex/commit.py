@@ -18,7 +18,7 @@ from awex_core.gate import Gate, add_status_route
 from awex_core.options import EngineOptions, KvMode
 from awex_core.version import Version
 from sglang_awex import compat
-from sglang_awex.engine import DONE, FAILED, PREFIX, RUNNING
+from sglang_awex.engine import DONE, FAILED, RUNNING, command_action
 
 _FLUSH_LIMIT_S = 30.0
 _WAIT_S = 0.5
@@ -88,7 +88,7 @@ class SglangHost:
             await asyncio.sleep(0 if wait_s else _POLL_S)
 
     async def _ask(self, command: str) -> str:
-        statuses = await compat.check_weights(self._manager, PREFIX + command)
+        statuses = await compat.check_weights(self._manager, command_action(command))
         strange = [status for status in statuses if status not in (DONE, RUNNING, FAILED)]
         if strange:
             raise ConfigError(f"a scheduler runs without the awex plugin; it answers {strange[0]!r}")

@@ -72,13 +72,14 @@ def _read_flags(server_args: Any, _: Any, args: Any) -> None:
 
 def _before_launch(*_: Any, **given: Any) -> None:
     """Before any process of an engine is started: the last moment at which the environment reaches all."""
-    from sglang_awex import options
+    from sglang_awex import engine, options
 
     if not options.enabled():
         return
     server_args = given["server_args"]
     server_args.resolve_once()
     options.settle(server_args.resolved_dict())
+    engine.make_key()
 
 
 def _after_engine(_: Any, engine: Any, **__: Any) -> None:

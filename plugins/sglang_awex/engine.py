@@ -9,7 +9,10 @@ whether that work is done. Requests keep running meanwhile.
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
+import secrets
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -22,9 +25,21 @@ from sglang_awex.layout import SglangWorkerModel
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "awex:"
+_PREFIX = "awex:"
+_KEY = "AWEX_COMMAND_KEY"
+"""Variable with a secret of this engine's processes: the way that commands travel is open to HTTP clients too."""
 
 DONE, RUNNING, FAILED = "done", "running", "failed"
+
+
+def make_key() -> None:
+    """Before the engine's processes are started: let them know commands from requests of clients."""
+    os.environ[_KEY] = secrets.token_hex(16)
+
+
+def command_action(command: str) -> str:
+    """The ``action`` of the request that carries a command."""
+    return f"{_PREFIX}{os.environ[_KEY]}:{command}"
 
 
 class Worker:
@@ -99,9 +114,18 @@ _worker: Worker | None = None
 def around_check_weights(original: Any, manager: Any, request: Any) -> Any:
     """Hook: handle our commands, leave SGLang's own to it."""
     global _worker
-    if not request.action.startswith(PREFIX):
+    if not request.action.startswith(_PREFIX):
         return original(manager, request)
+    command = _open(request.action)
+    if command is None:
+        return compat.check_weights_answer(False, "commands of the awex plugin are not taken from clients")
     if _worker is None:
         _worker = Worker(manager)
-    status = _worker.handle(request.action.removeprefix(PREFIX))
+    status = _worker.handle(command)
     return compat.check_weights_answer(status != FAILED, status)
+
+
+def _open(action: str) -> str | None:
+    """The command in a request; None when it does not come from this engine's own control task."""
+    key, _, command = action.removeprefix(_PREFIX).partition(":")
+    return command if hmac.compare_digest(key.encode(), os.environ[_KEY].encode()) else None

@@ -1,10 +1,11 @@
-"""A live vLLM server follows a real Megatron trainer, and the result is proved bit-equal to a fresh start.
+"""Live servers follow a real Megatron trainer, and the result is proved bit-equal to a fresh start.
 
     make demo                                      trainer tp=2, vLLM tensor-parallel 2
+    make demo ENGINE=both                          a vLLM and an SGLang server at once (or ENGINE=sglang)
     make demo TRAINER="tp=1,pp=2" ENGINE_TP=1      other layouts
 
-Environment: TRAINER, ENGINE_TP, MODEL (qwen3, qwen3-tied, llama, ...), DTYPE, VERSIONS, TRANSPORT.
-The last line is ``demo: PASS versions=N params=M/M bit-equal`` or ``demo: FAIL ...`` (exit code 1).
+Environment: ENGINE, TRAINER, ENGINE_TP, MODEL (qwen3, qwen3-tied, llama, ...), DTYPE, VERSIONS, TRANSPORT.
+The last line is ``demo: PASS engines=... versions=N params=M/M bit-equal`` or ``demo: FAIL ...`` (exit code 1).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +26,35 @@ from rich.table import Table
 
 from tests.support.compare import Comparison, compare_dumps
 from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, VllmServer
+from tests.support.sglang_jobs import SglangReference, SglangServer
 from tests.support.tiny_models import make_model
 from tests.support.trainer import TrainerSpec
 
 PROMPT = list(b"The trainer publishes, the engine follows, and nothing is written to disk. " * 5)
-COLUMNS = ("version", "loss", "MB", "plan ms", "transfer ms", "GB/s", "pause ms", "digest", "in flight", "says")
+COLUMNS = (
+    "version",
+    "loss",
+    "engine",
+    "MB",
+    "plan ms",
+    "transfer ms",
+    "GB/s",
+    "pause ms",
+    "digest",
+    "in flight",
+    "says",
+)
+ENGINES = {"vllm": ("vllm",), "sglang": ("sglang",), "both": ("vllm", "sglang")}
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+Server = VllmServer | SglangServer
 
 
 @dataclass(frozen=True)
 class Settings:
     """What ``make demo`` was asked for."""
+
+    engine: str = os.environ.get("ENGINE", "") or "vllm"
 
     trainer: str = os.environ.get("TRAINER", "") or "tp=2"
     engine_tp: int = int(os.environ.get("ENGINE_TP", "") or 2)
@@ -48,7 +68,7 @@ class Settings:
 class Job:
     """The running parts."""
 
-    server: VllmServer
+    servers: dict[str, Server]
     trainer: TrainerJob
     template: Path
     folder: Path
@@ -64,70 +84,89 @@ def main() -> int:
         console.print_exception(max_frames=4)
         print(f"demo: FAIL {type(error).__name__}: {str(error).splitlines()[0]}")
         return 1
-    if comparison.differences:
-        for difference in comparison.differences[:20]:
-            print(f"  {difference}")
-        print(f"demo: FAIL versions={settings.versions} params={comparison.equal}/{comparison.total} bit-equal")
-        return 1
-    print(f"demo: PASS versions={settings.versions} params={comparison.equal}/{comparison.total} bit-equal")
-    return 0
+    engines = ",".join(ENGINES[settings.engine])
+    figures = f"engines={engines} versions={settings.versions} params={comparison.equal}/{comparison.total} bit-equal"
+    for difference in comparison.differences[:20]:
+        print(f"  {difference}")
+    print(f"demo: {'FAIL' if comparison.differences else 'PASS'} {figures}")
+    return int(bool(comparison.differences))
 
 
 def _run(settings: Settings, console: Console, folder: Path, stack: ExitStack) -> Comparison:
-    console.print(
-        f"[bold]demo[/] {settings.model} {settings.dtype}: Megatron {settings.trainer} -> vLLM TP={settings.engine_tp}"
-    )
+    if settings.engine not in ENGINES:
+        raise ValueError(f"ENGINE must be one of {', '.join(ENGINES)}; got {settings.engine!r}")
+    names = " and ".join(NAMES[kind] for kind in ENGINES[settings.engine])
+    layouts = f"Megatron {settings.trainer} -> {names} TP={settings.engine_tp}"
+    console.print(f"[bold]demo[/] {settings.model} {settings.dtype}: {layouts}")
     template = make_model(folder / "model", settings.model, dtype=settings.dtype, seed=7)
     meta = stack.enter_context(closing(MetaServerProcess(folder)))
-    console.print(f"meta server at {meta.address}; starting vLLM on its own weights, and the trainer ...")
+    console.print(f"meta server at {meta.address}; starting {names} on their own weights, and the trainer ...")
     job = _start(settings, meta, template, folder, stack)
-    before = job.server.complete(PROMPT)
-    console.print(f"vLLM serves version {_version(job.server)}: {before['text']!r}")
+    for kind, server in job.servers.items():
+        before = server.complete(PROMPT)
+        console.print(f"{NAMES[kind]} serves version {_version(server)}: {before['text']!r}")
     _sync_all(settings, console, job)
-    console.print("proof: writing the trainer's weights as a checkpoint, starting a fresh engine from it ...")
+    console.print("proof: writing the trainer's weights as a checkpoint, starting fresh engines from it ...")
     return _prove(settings, console, job)
 
 
 def _start(settings: Settings, meta: MetaServerProcess, template: Path, folder: Path, stack: ExitStack) -> Job:
     env = {"AWEX_TRANSPORT": settings.transport}
     spec = TrainerSpec.of_kind(settings.model, layout=settings.trainer, dtype=settings.dtype, lr=3e-3)
-    server = stack.enter_context(
-        closing(VllmServer(template, meta, folder / "engine", tp=settings.engine_tp, dtype=settings.dtype, env=env))
-    )
+
+    def serve(kind: str) -> Server:
+        extra = ["--weight-sync-engine", kind]
+        start = VllmServer if kind == "vllm" else SglangServer
+        return start(template, meta, folder / kind, tp=settings.engine_tp, dtype=settings.dtype, env=env, extra=extra)
+
+    with ThreadPoolExecutor() as pool:
+        starting = {kind: pool.submit(serve, kind) for kind in ENGINES[settings.engine]}
+        wait(starting.values())
+        for future in starting.values():  # all of them, so that none stays behind if one fails
+            if future.exception() is None:
+                stack.enter_context(closing(future.result()))
+    servers = {kind: future.result() for kind, future in starting.items()}
     trainer = stack.enter_context(closing(TrainerJob(spec, template, meta, folder / "trainer", **env)))
-    return Job(server, trainer, template, folder)
+    return Job(servers, trainer, template, folder)
 
 
-def _version(server: VllmServer) -> str:
+def _version(server: Server) -> str:
     version = server.status()["version"]
     return f"{version['epoch']}.{version['number']}"
 
 
 def _sync_all(settings: Settings, console: Console, job: Job) -> None:
     table = Table(*COLUMNS, title="versions")
-    job.trainer.ranks[0].ask("wait_for_engines", 60, count=1, timeout_s=60)
+    job.trainer.ranks[0].ask("wait_for_engines", 60, count=len(job.servers), timeout_s=60)
     with Live(table, console=console, refresh_per_second=4), ThreadPoolExecutor() as pool:
         for version in range(1, settings.versions + 1):
             loss = job.trainer.all("train")[0]
-            flying = [pool.submit(job.server.complete, [*PROMPT, seed], 120) for seed in range(3)]
+            flying = {
+                kind: [pool.submit(server.complete, [*PROMPT, seed], 120) for seed in range(3)]
+                for kind, server in job.servers.items()
+            }
             time.sleep(0.3)  # they are being generated when the weights change
             results = job.trainer.all("write", version=version, options={})
-            table.add_row(*_row(job, results[0], loss, flying))
+            for kind, server in job.servers.items():
+                table.add_row(*_row(kind, server, results[0], loss, flying[kind]))
 
 
-def _row(job: Job, result: dict[str, Any], loss: float, flying: list[Future[dict[str, Any]]]) -> list[str]:
-    (figures,) = result["figures"].values()
-    after = job.server.complete(PROMPT)
+def _row(
+    kind: str, server: Server, result: dict[str, Any], loss: float, flying: list[Future[dict[str, Any]]]
+) -> list[str]:
+    figures = result["figures"][kind]
+    after = server.complete(PROMPT)
     ended = [future.result(timeout=120) for future in flying]
     if any(answer["finish"] != "length" or len(answer["logprobs"]) != 120 for answer in ended):
         raise RuntimeError("a request in flight during the sync did not finish")
-    if _version(job.server) != result["version"]:
-        raise RuntimeError(f"the engine serves {_version(job.server)} after {result['version']} was committed")
-    pause = job.server.status()["last_sync"]["pause_s"]
+    if _version(server) != result["version"]:
+        raise RuntimeError(f"{NAMES[kind]} serves {_version(server)} after {result['version']} was committed")
+    pause = server.status()["last_sync"]["pause_s"]
     speed = figures["moved_nbytes"] / figures["transfer_s"] / 1e9
     return [
         result["version"],
         f"{loss:.3f}",
+        NAMES[kind],
         f"{figures['moved_nbytes'] / 1e6:.2f}",
         f"{1e3 * figures['plan_s']:.1f}",
         f"{1e3 * figures['transfer_s']:.1f}",
@@ -140,20 +179,31 @@ def _row(job: Job, result: dict[str, Any], loss: float, flying: list[Future[dict
 
 
 def _prove(settings: Settings, console: Console, job: Job) -> Comparison:
-    """Compare the running engine with a fresh one that loaded the trainer's checkpoint from disk."""
+    """Compare each running engine with a fresh one that loaded the trainer's checkpoint from disk."""
     checkpoint = job.trainer.checkpoint(job.template, "final")
-    answer = job.server.complete(PROMPT, 16)
-    job.server.dump(job.folder / "found")
-    reference = Reference(checkpoint, job.folder / "reference", tp=settings.engine_tp, dtype=settings.dtype)
-    with closing(reference):
+    equal, total, differences = 0, 0, []
+    for kind, server in job.servers.items():
+        found = _prove_one(settings, console, checkpoint, kind, server, job.folder / f"proof-{kind}")
+        equal, total = equal + found.equal, total + found.total
+        differences += [f"{NAMES[kind]}: {difference}" for difference in found.differences]
+    return Comparison(equal, total, tuple(differences))
+
+
+def _prove_one(
+    settings: Settings, console: Console, checkpoint: Path, kind: str, server: Server, folder: Path
+) -> Comparison:
+    answer = server.complete(PROMPT, 16)
+    server.dump(folder / "found")
+    start = Reference if kind == "vllm" else SglangReference
+    with closing(start(checkpoint, folder, tp=settings.engine_tp, dtype=settings.dtype)) as reference:
         reference.wait()
         if reference.ask("loaded_modules", 30):
             raise RuntimeError("the reference engine has awex loaded; it proves nothing")
-        reference.ask("dump", 120, folder=str(job.folder / "expected"))
+        reference.ask("dump", 120, folder=str(folder / "expected"))
         expected = reference.ask("complete", 120, prompt=PROMPT, max_tokens=16)
     same = answer["tokens"] == expected["tokens"] and answer["logprobs"] == expected["logprobs"]
-    console.print(f"log probabilities of 16 tokens: {'equal' if same else 'DIFFERENT'}")
-    comparison = compare_dumps(job.folder / "found", job.folder / "expected")
+    console.print(f"{NAMES[kind]}: log probabilities of 16 tokens: {'equal' if same else 'DIFFERENT'}")
+    comparison = compare_dumps(folder / "found", folder / "expected")
     if same:
         return comparison
     worst = f"log probabilities differ: {answer['logprobs'][:4]} against {expected['logprobs'][:4]}"

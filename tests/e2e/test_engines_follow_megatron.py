@@ -1,7 +1,7 @@
-"""Real Megatron trainers to real vLLM servers: every parameter bit-equal to a fresh engine, at every version.
+"""Real Megatron trainers to real servers: every parameter bit-equal to an engine without awex, at every version.
 
-One server, and one reference engine without awex, serve all trainers of a
-(dtype, tensor parallelism, tied) in turn.
+One server, and one reference engine that loads the trainer's checkpoints from
+disk, serve all trainers of a case (engine, dtype, tensor parallelism, tied) in turn.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from tests.support.compare import compare_dumps
 from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, VllmServer
+from tests.support.sglang_jobs import SglangReference, SglangServer
 from tests.support.tiny_models import make_model
 from tests.support.trainer import TrainerSpec
 
@@ -35,17 +36,23 @@ VERSIONS = 3
 class Case:
     """What one server is started with."""
 
+    engine: str
     dtype: str
     tp: int
     kind: str
 
     def __str__(self) -> str:
-        return f"{self.dtype}-tp{self.tp}-{self.kind}"
+        return f"{self.engine}-{self.dtype}-tp{self.tp}-{self.kind}"
 
 
-CASES = [Case("bfloat16", tp, kind) for tp in (1, 2) for kind in ("qwen3", "qwen3-tied")]
-# float32 takes the loader path on every processor; what it shares with bfloat16 need not be shown twice.
-CASES += [Case("float32", 1, "qwen3-tied"), Case("float32", 2, "qwen3")]
+CASES = [
+    Case(engine, "bfloat16", tp, kind)
+    for engine in ("vllm", "sglang")
+    for tp in (1, 2)
+    for kind in ("qwen3", "qwen3-tied")
+]
+# vLLM's float32 takes another path; what it shares with bfloat16 need not be shown twice.
+CASES += [Case("vllm", "float32", 1, "qwen3-tied"), Case("vllm", "float32", 2, "qwen3")]
 TRAINERS = ["tp=1", "tp=2", "pp=2", "pp=2,vpp=2"]
 
 
@@ -57,8 +64,8 @@ class Stage:
     folder: Path
     model: Path
     meta: MetaServerProcess
-    server: VllmServer
-    reference: Reference
+    server: VllmServer | SglangServer
+    reference: Reference | SglangReference
     previous: list[Path] = field(default_factory=list)
 
 
@@ -70,14 +77,19 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with ExitStack() as stack:
         model = make_model(folder / "model", case.kind, dtype=case.dtype, seed=99)
         meta = stack.enter_context(closing(MetaServerProcess(folder)))
-        # vLLM's own reload forgets the packed copy that a tied head computes from in float32.
-        anew = case.dtype == "float32" and case.kind == "qwen3-tied"
-        reference = stack.enter_context(
-            closing(Reference(model, folder / "reference", tp=case.tp, dtype=case.dtype, anew=anew))
-        )
-        server = stack.enter_context(closing(VllmServer(model, meta, folder / "engine", tp=case.tp, dtype=case.dtype)))
+        reference = stack.enter_context(closing(_reference(case, model, folder / "reference")))
+        start = VllmServer if case.engine == "vllm" else SglangServer
+        server = stack.enter_context(closing(start(model, meta, folder / "engine", tp=case.tp, dtype=case.dtype)))
         reference.wait()
         yield Stage(case, folder, model, meta, server, reference)
+
+
+def _reference(case: Case, model: Path, folder: Path) -> Reference | SglangReference:
+    if case.engine == "sglang":
+        return SglangReference(model, folder, tp=case.tp, dtype=case.dtype)
+    # vLLM's own reload forgets the packed copy that a tied head computes from in float32.
+    anew = case.dtype == "float32" and case.kind == "qwen3-tied"
+    return Reference(model, folder, tp=case.tp, dtype=case.dtype, anew=anew)
 
 
 def test_before_a_trainer_it_serves_its_own_checkpoint_as_version_0(stage: Stage) -> None:
@@ -99,8 +111,7 @@ def test_follows_a_trainer(stage: Stage, layout: str) -> None:
             trainer.all("train")
             answers, result = _write_with_requests_in_flight(stage, trainer, version)
             assert len(result["committed"]) == 1 and not result["failed"]
-            for answer in answers:
-                assert (answer["finish"], len(answer["logprobs"])) == ("length", IN_FLIGHT_TOKENS)
+            _check_answers_in_flight(stage, answers, result["version"])
             _check_figures(stage, result)
             _check_answers_and_weights(stage, trainer, folder, version, result["version"])
 
@@ -130,10 +141,21 @@ def _write_with_requests_in_flight(
     return answers, results[0]
 
 
+def _check_answers_in_flight(stage: Stage, answers: list[dict[str, Any]], newest: str) -> None:
+    for answer in answers:
+        assert (answer["finish"], len(answer["logprobs"])) == ("length", IN_FLIGHT_TOKENS)
+    if stage.case.engine == "sglang":  # which version each of its tokens is from
+        spans = [answer["versions"] for answer in answers]
+        assert any(len(of_one) == 2 and of_one[-1]["version"] == newest for of_one in spans)
+        for of_one in spans:
+            ends = [span["end"] for span in of_one]
+            assert [span["start"] for span in of_one] == [0, *ends[:-1]] and ends[-1] == IN_FLIGHT_TOKENS
+
+
 def _check_figures(stage: Stage, result: dict[str, Any]) -> None:
     (figures,) = result["figures"].values()
     assert figures["verified_nbytes"] == figures["moved_nbytes"] > 0
-    live = not _packs_linears(stage.case.dtype)
+    live = stage.case.engine == "sglang" or not _packs_linears(stage.case.dtype)
     assert (figures["loader_path_nbytes"] == 0) == live
 
 
@@ -155,6 +177,8 @@ def _check_answers_and_weights(stage: Stage, trainer: TrainerJob, folder: Path, 
     stage.reference.ask("dump", 120, folder=str(expected))
     comparison = compare_dumps(found, expected)
     assert comparison.differences == () and comparison.equal == comparison.total > 0
+    if isinstance(stage.server, SglangServer):  # and in SGLang's own words
+        assert stage.server.checksums() == stage.reference.ask("checksums", 60)
     if stage.previous:
         assert compare_dumps(found, stage.previous[-1]).differences, "the weights did not change between two versions"
     stage.previous.append(found)

@@ -76,12 +76,16 @@ def main() -> None:
     engine = sglang.Engine(**options)
     workers = options.get("tp_size", 1) * options.get("pp_size", 1) * options.get("dp_size", 1)
 
-    def check(action: str) -> str:
+    def ask(action: str) -> tuple[str, Any]:
         request = CheckWeightsReqInput(action=action)
-        done, message, *_ = engine.loop.run_until_complete(engine.tokenizer_manager.check_weights(request, None))
+        answer = engine.loop.run_until_complete(engine.tokenizer_manager.check_weights(request, None))
+        done, message, ranks, _ = answer
         if not done:
             raise RuntimeError(message)
-        return str(message)
+        return message, ranks
+
+    def checksums() -> Any:
+        return ask("checksum")[1]
 
     def flush() -> None:
         """A request that was answered a moment ago may still count as running, and then SGLang refuses."""
@@ -100,17 +104,18 @@ def main() -> None:
         return checkpoint
 
     def dump(folder: str) -> list[int]:
-        return take_dump(folder, workers, check)
+        return take_dump(folder, workers, ask)
 
     def complete(prompt: list[int], max_tokens: int) -> dict[str, Any]:
         return read_generation(engine.generate(**generate_body(prompt, max_tokens)))
 
     def loaded_modules() -> list[str]:
-        elsewhere = check("modules").replace(" | ", ",").split(",")
+        elsewhere = ask("modules")[0].replace(" | ", ",").split(",")
         return sorted({*awex_modules(), *elsewhere} - {""})
 
     stream.write('{"ok": "up"}\n')
-    serve_commands(stream, {"load": load, "dump": dump, "complete": complete, "loaded_modules": loaded_modules})
+    handlers = {"load": load, "dump": dump, "complete": complete, "checksums": checksums}
+    serve_commands(stream, {**handlers, "loaded_modules": loaded_modules})
     engine.shutdown()
 
 

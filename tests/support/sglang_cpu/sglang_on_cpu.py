@@ -37,10 +37,17 @@ def register() -> None:
 
 
 def _experts_here(original: Callable[..., Any], layer: Any, x: Any, topk: Any, config: Any) -> Any:
-    """Under expert parallelism -1 means an expert of another rank: any of this rank's, weighted 0, does for it."""
+    """Under expert parallelism -1 means an expert of another rank: any of this rank's, weighted 0, does for it.
+
+    An expert may then be chosen twice by one token, so each choice is computed as a token of its own.
+    """
+    if layer.moe_ep_size == 1:
+        return original(layer, x, topk, config)
+    tokens, choices = topk.topk_ids.shape
     elsewhere = topk.topk_ids < 0
-    weights, ids = topk.topk_weights.masked_fill(elsewhere, 0), topk.topk_ids.masked_fill(elsewhere, 0)
-    return original(layer, x, topk._replace(topk_weights=weights, topk_ids=ids), config)
+    weights, ids = (part.masked_fill(elsewhere, 0).view(-1, 1) for part in (topk.topk_weights, topk.topk_ids))
+    apart = topk._replace(topk_weights=weights, topk_ids=ids)
+    return original(layer, x.repeat_interleave(choices, 0), apart, config).view(tokens, choices, x.shape[1]).sum(1)
 
 
 def _check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
