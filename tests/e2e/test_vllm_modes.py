@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,42 +12,19 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.conftest import StartTrainer
 from tests.support.compare import compare_dumps
-from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, VllmServer, engine_env
+from tests.support.jobs import MetaServerProcess, Reference, VllmServer, engine_env
 from tests.support.lines import ROOT, Child
 from tests.support.tiny_models import make_model
-from tests.support.trainer import TrainerSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PROMPT = list(b"Nothing computed from older weights may be read again once new ones are there. " * 5)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-
-
-@pytest.fixture
-def meta(folder: Path, stack: ExitStack) -> MetaServerProcess:
-    return stack.enter_context(closing(MetaServerProcess(folder)))
-
-
-def start_trainer(
-    model: Path, meta: MetaServerProcess, folder: Path, stack: ExitStack, layout: str = "tp=1"
-) -> TrainerJob:
-    spec = TrainerSpec.of_kind("qwen3", layout=layout, dtype="bfloat16", lr=3e-3)
-    return stack.enter_context(closing(TrainerJob(spec, model, meta, folder / "trainer")))
-
-
 def test_dummy_weights_are_not_served_and_kept_kv_goes_on(
-    folder: Path, meta: MetaServerProcess, stack: ExitStack
+    folder: Path, meta: MetaServerProcess, stack: ExitStack, start_trainer: StartTrainer
 ) -> None:
     model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=99)
     extra = ["--load-format", "dummy", "--weight-sync-kv", "keep", "--no-enable-prefix-caching"]
@@ -57,7 +33,7 @@ def test_dummy_weights_are_not_served_and_kept_kv_goes_on(
     refused = server.post_completion(PROMPT)
     assert refused.status_code == 503 and "no trainer has published" in refused.json()["error"]["message"]
     assert "no trainer has published" in server.status()["closed"]
-    trainer = start_trainer(model, meta, folder, stack, "tp=2")
+    trainer = start_trainer(model, layout="tp=2")
     trainer.publish(1)
     # Noise of the dummy weights must be gone everywhere, in the vocabulary's padding too.
     reference.wait()
@@ -79,14 +55,14 @@ def test_dummy_weights_are_not_served_and_kept_kv_goes_on(
 
 
 def test_two_data_parallel_servers_switch_together_and_abort(
-    folder: Path, meta: MetaServerProcess, stack: ExitStack
+    folder: Path, meta: MetaServerProcess, stack: ExitStack, start_trainer: StartTrainer
 ) -> None:
     model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=99)
     extra = ["--data-parallel-size", "2", "--weight-sync-kv", "abort"]
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     server = stack.enter_context(closing(VllmServer(model, meta, folder / "engine", tp=1, extra=extra, env=env)))
     before = server.complete(PROMPT)["logprobs"]
-    trainer = start_trainer(model, meta, folder, stack)
+    trainer = start_trainer(model)
     trainer.all("train")
     with ThreadPoolExecutor(8) as pool:
         flying = [pool.submit(server.complete, [seed, *PROMPT], 500) for seed in range(4)]
@@ -118,14 +94,15 @@ def _version(server: VllmServer) -> dict[str, int]:
     return version
 
 
-def test_offline_llm_follows_through_vllms_own_calls(folder: Path, meta: MetaServerProcess, stack: ExitStack) -> None:
+def test_offline_llm_follows_through_vllms_own_calls(
+    folder: Path, meta: MetaServerProcess, stack: ExitStack, start_trainer: StartTrainer
+) -> None:
     model = make_model(folder / "model", "qwen3-tied", dtype="bfloat16", seed=99)
     env = {**engine_env(1), **meta.env, "PYTHONPATH": str(ROOT)}
     args = [sys.executable, "-m", "tests.support.offline_engine", str(model)]
     engine = Child(args, folder / "offline.log", env)
     stack.callback(engine.close)
-    spec = TrainerSpec.of_kind("qwen3-tied", layout="tp=1", dtype="bfloat16", lr=3e-3)
-    trainer = stack.enter_context(closing(TrainerJob(spec, model, meta, folder / "trainer")))
+    trainer = start_trainer(model, kind="qwen3-tied")
     engine.receive(300)
     before = engine.ask("complete", 120, prompt=PROMPT, max_tokens=16)
     engine.ask("init", 60)
@@ -192,11 +169,10 @@ def test_without_the_flag_nothing_changes(folder: Path) -> None:
     assert done.returncode == 0 and "unchanged" in done.stdout, done.stderr[-3000:]
 
 
-def test_wrong_flags_end_the_server_before_it_loads_a_model(folder: Path, meta: MetaServerProcess) -> None:
+def test_wrong_flags_end_the_server_before_it_loads_a_model(
+    folder: Path, meta: MetaServerProcess, wrong_token_file: Path
+) -> None:
     model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=0)
-    wrong = folder / "wrong"
-    wrong.touch(mode=0o600)
-    wrong.write_text("not the token")
     cases = {
         "needs --weight-sync-backend=awex": (["--weight-sync-meta-server", meta.address], {}),
         "no meta server": (["--weight-sync-backend=awex"], {"AWEX_META_SERVER": ""}),
@@ -206,7 +182,7 @@ def test_wrong_flags_end_the_server_before_it_loads_a_model(folder: Path, meta: 
         ),
         "token": (
             ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address],
-            {"AWEX_TOKEN_FILE": str(wrong)},
+            {"AWEX_TOKEN_FILE": str(wrong_token_file)},
         ),
     }
     started = {

@@ -86,7 +86,7 @@ class SglangServer(EngineServer):
             "launch_server": [BIN / "python", "-m", "sglang.launch_server"],
             "serve": [BIN / "sglang", "serve"],
         }
-        chosen = {**_options(model, tp, pp, dp, dtype), "skip_server_warmup": True, **(options or {})}
+        chosen = {**engine_options(model, tp, pp, dp, dtype), "skip_server_warmup": True, **(options or {})}
         args = [*starts[command], *flags(chosen)]
         variables = sglang_env(self.world)
         if meta is not None:
@@ -114,13 +114,14 @@ class SglangServer(EngineServer):
 
     def dump(self, folder: Path) -> int:
         """Have every worker write its tensors to ``folder``; returns how many there are in all."""
-        return sum(take_dump(folder, self.world, self._check))
+        return sum(take_dump(folder, self.world, self.ask_schedulers))
 
     def checksums(self) -> list[dict[str, Any]]:
         """SGLang's own checksums of the tensors of each rank that answers."""
-        return list(self._check("checksum")["ranks"])
+        return list(self.ask_schedulers("checksum")["ranks"])
 
-    def _check(self, action: str) -> dict[str, Any]:
+    def ask_schedulers(self, action: str) -> dict[str, Any]:
+        """SGLang's ``/weights_checker``, by which the tests' own plugin takes commands too."""
         response = self._http.post("/weights_checker", json={"action": action})
         if response.status_code != 200:
             raise ChildError(f"weights_checker {action}: {response.status_code} {response.text[:500]}")
@@ -146,7 +147,7 @@ class SglangReference(Child):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        chosen = {**_options(model, tp, pp, dp, dtype), "log_level": "warning", **(options or {})}
+        chosen = {**engine_options(model, tp, pp, dp, dtype), "log_level": "warning", **(options or {})}
         args = [str(BIN / "python"), "-m", "tests.support.sglang_reference", json.dumps(chosen)]
         variables = {**sglang_env(tp * pp * dp), "SGLANG_PLUGINS": "sglang_on_cpu"}
         super().__init__(args, folder / "reference.log", variables)
@@ -156,5 +157,6 @@ class SglangReference(Child):
         self.receive(START_LIMIT_S)
 
 
-def _options(model: Path, tp: int, pp: int, dp: int, dtype: str) -> dict[str, Any]:
+def engine_options(model: Path, tp: int = 1, pp: int = 1, dp: int = 1, dtype: str = "bfloat16") -> dict[str, Any]:
+    """Arguments of ``sglang.Engine`` for a model."""
     return {"model_path": str(model), "dtype": dtype, "tp_size": tp, "pp_size": pp, "dp_size": dp, **OPTIONS}

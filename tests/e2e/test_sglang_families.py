@@ -1,0 +1,106 @@
+"""Families that no trainer of ours has yet: experts, and latent attention with what SGLang derives from its weights.
+
+A real trainer that holds checkpoints publishes them to a running server. Every
+parameter and every derived tensor is bit-equal to an engine that was started on the last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from awex_core.testing.checkpoint_trainer import CheckpointTrainer
+from tests.support.compare import compare_dumps
+from tests.support.jobs import MetaServerProcess
+from tests.support.sglang_jobs import SglangReference, SglangServer
+from tests.support.tiny_models import make_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+PROMPT = list(b"Which expert will be asked, and what does it remember of the prompt? " * 5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one server is started with."""
+
+    kind: str
+    dtype: str
+    tp: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        ep = f"-ep{self.options['ep_size']}" if self.options else ""
+        return f"{self.kind}-{self.dtype}-tp{self.tp}{ep}"
+
+    def arguments(self) -> dict[str, Any]:
+        return {"tp": self.tp, "dtype": self.dtype, "options": self.options}
+
+
+CASES = [
+    Case("qwen3-moe", "bfloat16", 2),
+    Case("qwen3-moe", "bfloat16", 2, {"ep_size": 2}),
+    Case("deepseek", "float32", 1),
+]
+
+
+@dataclass
+class Stage:
+    """The running parts of one case, and its checkpoints: the engine starts on the first."""
+
+    folder: Path
+    checkpoints: list[Path]
+    meta: MetaServerProcess
+    server: SglangServer
+    reference: SglangReference
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    case: Case = request.param
+    folder = tmp_path_factory.mktemp(str(case))
+    checkpoints = [make_model(folder / f"seed-{seed}", case.kind, dtype=case.dtype, seed=seed) for seed in range(4)]
+    with ExitStack() as stack:
+        meta = stack.enter_context(closing(MetaServerProcess(folder)))
+        reference = stack.enter_context(
+            closing(SglangReference(checkpoints[-1], folder / "reference", **case.arguments()))
+        )
+        server = stack.enter_context(closing(SglangServer(checkpoints[0], meta, folder / "engine", **case.arguments())))
+        reference.wait()
+        yield Stage(folder, checkpoints, meta, server, reference)
+
+
+@pytest.mark.parametrize("world", [2, 1], ids="world={}".format)
+def test_follows_a_trainer_of_checkpoints(stage: Stage, world: int) -> None:
+    order = stage.checkpoints[1:] if world == 2 else stage.checkpoints[::-1]
+    folder = stage.folder / f"trainer-{world}"
+    with closing(CheckpointTrainer(order[0], folder, stage.meta.env, world=world)) as trainer:
+        for version, checkpoint in enumerate(order, 1):
+            trainer.load(checkpoint)
+            result = trainer.publish(version)
+            (figures,) = result["figures"].values()
+            assert figures["verified_nbytes"] == figures["moved_nbytes"] > 0 and not figures["loader_path_nbytes"]
+            # The first time the reference holds what it was started on, not what it has loaded since.
+            started_on_it = world == 2 and checkpoint == stage.checkpoints[-1]
+            if world == 1 or started_on_it:
+                _check(stage, folder / str(version), checkpoint, result["version"], load=not started_on_it)
+
+
+def _check(stage: Stage, folder: Path, checkpoint: Path, version: str, *, load: bool) -> None:
+    if load:
+        stage.reference.ask("load", 120, checkpoint=str(checkpoint))
+    stage.server.complete(PROMPT, 1)
+    found = stage.server.complete(PROMPT, 16)
+    expected = stage.reference.ask("complete", 120, prompt=PROMPT, max_tokens=16)
+    assert found["cached"] > 0 and found["versions"][0]["version"] == version == stage.server.weight_version()
+    assert found["tokens"] == expected["tokens"]
+    stage.server.dump(folder / "found")
+    stage.reference.ask("dump", 120, folder=str(folder / "expected"))
+    comparison = compare_dumps(folder / "found", folder / "expected")
+    assert comparison.differences == () and comparison.total > 0
+    assert stage.server.checksums() == stage.reference.ask("checksums", 60)

@@ -1,0 +1,207 @@
+"""Other ways to run a real SGLang: dummy weights, data and pipeline parallel, KV kept, offline, without the flag."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import StartTrainer
+from tests.support.compare import compare_dumps
+from tests.support.jobs import MetaServerProcess
+from tests.support.lines import ROOT, Child, ChildError
+from tests.support.sglang_jobs import BIN, SglangReference, SglangServer, engine_options, sglang_env
+from tests.support.tiny_models import make_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+PROMPT = list(b"Nothing computed from older weights may be read again once new ones are there. " * 5)
+FOLLOW_LIMIT_S = 60.0
+
+
+def test_dummy_weights_are_not_served_and_the_meta_server_may_restart(
+    folder: Path, meta: MetaServerProcess, stack: ExitStack, start_trainer: StartTrainer
+) -> None:
+    model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=99)
+    options = {"load_format": "dummy", "disable_radix_cache": True, "skip_server_warmup": False}
+    extra = ["--weight-sync-kv", "keep"]
+    reference = stack.enter_context(closing(SglangReference(model, folder / "reference", tp=2)))
+    server = stack.enter_context(
+        closing(SglangServer(model, meta, folder / "engine", tp=2, options=options, extra=extra, command="serve"))
+    )
+    refused = server.post_completion(PROMPT)
+    assert refused.status_code == 503 and "no trainer has published" in refused.json()["error"]["message"]
+    with pytest.raises(ChildError, match="not taken from clients"):
+        server.ask_schedulers("awex:0123456789abcdef:release")
+    trainer = start_trainer(model, layout="tp=2")
+    trainer.publish(1)
+    # Noise of the dummy weights must be gone everywhere, in the vocabulary's padding too.
+    reference.wait()
+    reference.ask("load", 120, checkpoint=str(trainer.checkpoint(model, "1")))
+    reference.ask("dump", 120, folder=str(folder / "expected"))
+    server.dump(folder / "found")
+    comparison = compare_dumps(folder / "found", folder / "expected")
+    assert comparison.differences == () and comparison.total > 0
+    expected = reference.ask("complete", 120, prompt=PROMPT, max_tokens=8)
+    assert server.complete(PROMPT)["logprobs"] == expected["logprobs"]
+    meta.kill()
+    assert server.complete(PROMPT)["logprobs"] == expected["logprobs"]
+    meta.start()
+    trainer.ranks[0].ask("wait_for_engines", FOLLOW_LIMIT_S, count=1, timeout_s=FOLLOW_LIMIT_S - 5)
+    with ThreadPoolExecutor() as pool:
+        flying = [pool.submit(server.complete, [seed, *PROMPT], 200) for seed in range(2)]
+        time.sleep(0.5)
+        newest = trainer.publish(2)["version"]
+        answers = [request.result(timeout=180) for request in flying]
+    for answer in answers:  # with their KV kept, they went on where they were
+        assert len(answer["logprobs"]) == 200 and answer["versions"][-1]["version"] == newest
+    assert server.complete(PROMPT)["logprobs"] != expected["logprobs"]
+
+
+@pytest.mark.parametrize("shape", [{"dp": 2}, {"pp": 2}], ids=["dp2", "pp2"])
+def test_replicas_and_stages_switch_together_and_abort(
+    folder: Path, meta: MetaServerProcess, stack: ExitStack, start_trainer: StartTrainer, shape: dict[str, int]
+) -> None:
+    model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=99)
+    extra = ["--weight-sync-kv", "abort"]
+    server = stack.enter_context(closing(SglangServer(model, meta, folder / "engine", extra=extra, **shape)))
+    before = server.complete(PROMPT)["logprobs"]
+    trainer = start_trainer(model)
+    trainer.all("train")
+    with ThreadPoolExecutor(8) as pool:
+        flying = [pool.submit(server.complete, [seed, *PROMPT], 400) for seed in range(4)]
+        time.sleep(1)
+        result = trainer.all("write", version=1, options={})[0]
+        finishes = {request.result(timeout=180)["finish"] for request in flying}
+    assert "abort" in finishes
+    (figures,) = result["figures"].values()
+    held = trainer.ranks[0].ask("memory", 60)["shards"]
+    copies = shape.get("dp", 1)
+    assert figures["moved_nbytes"] == pytest.approx(copies * held, rel=0.2), "every replica takes the whole model"
+    with ThreadPoolExecutor(8) as pool:  # many at once, so that each replica answers some
+        after = [answer["logprobs"] for answer in pool.map(server.complete, [PROMPT] * 16)]
+    assert before not in after and len({tuple(logprobs) for logprobs in after}) == 1
+    if "pp" in shape:
+        reference = stack.enter_context(closing(SglangReference(trainer.checkpoint(model, "1"), folder, pp=2)))
+        reference.wait()
+        reference.ask("dump", 120, folder=str(folder / "expected"))
+        server.dump(folder / "found")
+        assert compare_dumps(folder / "found", folder / "expected").differences == ()
+
+
+def test_offline_engine_follows(
+    folder: Path, meta: MetaServerProcess, stack: ExitStack, start_trainer: StartTrainer
+) -> None:
+    model = make_model(folder / "model", "qwen3-tied", dtype="bfloat16", seed=99)
+    env = {**sglang_env(1), **meta.env, "AWEX_BACKEND": "awex"}
+    args = [str(BIN / "python"), "-m", "tests.support.sglang_offline", json.dumps(engine_options(model))]
+    engine = Child(args, folder / "offline.log", env)
+    stack.callback(engine.close)
+    trainer = start_trainer(model, kind="qwen3-tied")
+    engine.receive(300)
+    before = engine.ask("complete", 120, prompt=PROMPT, max_tokens=16)
+    trainer.all("train")
+    for child in trainer.ranks:
+        child.send("write", version=3, options={})
+    assert engine.ask("wait_for_version", 120, timeout_s=100.0) == "1.3"
+    assert trainer.ranks[0].receive(60)["version"] == "1.3"
+    after = engine.ask("complete", 120, prompt=PROMPT, max_tokens=16)
+    assert after["logprobs"] != before["logprobs"] and after["versions"][0]["version"] == "1.3"
+    engine.ask("dump", 60, folder=str(folder / "found"))
+    reference = stack.enter_context(closing(SglangReference(trainer.checkpoint(model, "3"), folder)))
+    reference.wait()
+    reference.ask("dump", 120, folder=str(folder / "expected"))
+    assert compare_dumps(folder / "found", folder / "expected").differences == ()
+
+
+WITHOUT_THE_FLAG = """
+import os, sys
+from sglang.srt.plugins import load_plugins
+
+before = dict(os.environ)
+load_plugins()
+assert "sglang_awex" in sys.modules, "the plugin was not loaded"
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+layers = len(http_server.app.user_middleware)
+prepare_server_args(["--model-path", sys.argv[1], "--device", "cpu"])
+assert len(http_server.app.user_middleware) == layers
+assert not [route.path for route in http_server.app.routes if "awex" in getattr(route, "path", "")]
+assert not hasattr(SchedulerWeightUpdaterManager.check_weights, "__wrapped__")
+changed = {name for name in os.environ if os.environ[name] != before.get(name)}
+assert not [name for name in changed if "AWEX" in name], changed
+print("unchanged")
+"""
+
+WITH_A_BROKEN_SGLANG = """
+import sglang.srt.managers.scheduler_components.weight_updater as module
+from sglang.srt.plugins import load_plugins
+
+del module.SchedulerWeightUpdaterManager.check_weights
+load_plugins()
+print("went on")
+"""
+
+
+def _run(code: str, model: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [BIN / "python", "-c", code, str(model)],
+        cwd=ROOT,
+        env={**sglang_env(1), "SGLANG_PLUGINS": "awex", **env},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def test_without_the_flag_nothing_changes_and_with_it_a_plugin_that_cannot_work_stops_the_server(folder: Path) -> None:
+    model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=0)
+    done = _run(WITHOUT_THE_FLAG, model, {})
+    assert done.returncode == 0 and "unchanged" in done.stdout, done.stderr[-3000:]
+    done = _run(WITH_A_BROKEN_SGLANG, model, {"AWEX_BACKEND": "awex"})
+    assert done.returncode != 0 and "cannot work with this SGLang" in done.stderr, done.stderr[-3000:]
+    assert "went on" not in done.stdout
+
+
+def test_wrong_flags_end_the_server_before_it_loads_a_model(
+    folder: Path, meta: MetaServerProcess, wrong_token_file: Path
+) -> None:
+    model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=0)
+    right = ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address]
+    nowhere = ["--weight-sync-backend=awex", "--weight-sync-meta-server", "127.0.0.1:1"]
+    cases = {
+        "needs --weight-sync-backend=awex": (["--weight-sync-meta-server", meta.address], {}),
+        "no meta server": (["--weight-sync-backend=awex"], {"AWEX_META_SERVER": ""}),
+        "needs --disable-radix-cache": ([*right, "--weight-sync-kv=keep"], {}),
+        "needs --weight-sync-kv=abort": ([*right, "--pp-size", "2"], {}),
+        "does not support --enable-lora": ([*right, "--enable-lora", "--lora-paths", "a=/b"], {}),
+        "token": (right, {"AWEX_TOKEN_FILE": str(wrong_token_file)}),
+        "did not answer within 3 s": (nowhere, {"AWEX_CONNECT_TIMEOUT": "3"}),
+    }
+    with ThreadPoolExecutor(2) as pool:
+        ends = {message: pool.submit(_serve_until_it_ends, model, meta, *case) for message, case in cases.items()}
+    for message, end in ends.items():
+        done = end.result()
+        assert done.returncode != 0 and message in done.stdout, done.stdout[-2000:]
+        assert "Load weight begin" not in done.stdout and "not the token" not in done.stdout
+
+
+def _serve_until_it_ends(
+    model: Path, meta: MetaServerProcess, flags: list[str], env: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [BIN / "sglang", "serve", "--model-path", str(model), "--device", "cpu", *flags],
+        cwd=ROOT,
+        env={**sglang_env(1), **meta.env, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
