@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from awex_core.config import SyncConfig
-from awex_core.errors import ConfigError, PlanError
+from awex_core.errors import ConfigError, PlanError, TransferError
 from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout
@@ -32,7 +32,7 @@ from awex_core.transfer.base import Deadline, Progress, Receiver, Sender
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 20.0
+_POLL_S = 5.0
 
 
 class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,12 +89,21 @@ def refusals(view: JobView, engine: EngineView) -> list[str]:
     return list(dict.fromkeys(said))  # workers mostly refuse for the same reason; say it once
 
 
-def wait_for_value(client: MetaClient, key: str, what: str, deadline: Deadline) -> bytes:
-    """A small value another member leaves; raises ``SyncTimeout`` naming ``what`` at the deadline."""
+def wait_for_value(client: MetaClient, session: SessionKey, key: str, what: str, deadline: Deadline) -> bytes:
+    """A small value that another member of a session leaves.
+
+    Raises:
+        SyncTimeout: at the deadline; names ``what``.
+        TransferError: the session is over: its engine failed the version, or another trainer has come.
+    """
     while True:
         value = client.get(key, wait_s=min(deadline.remaining(what), _POLL_S))
         if value is not None:
             return value
+        view = client.watch()
+        engine = view.engines.get(session.engine)
+        if view.epoch != session.epoch or engine is None or engine.generation != session.generation:
+            raise TransferError(f"engine {session.engine}: the version ended while waiting for {what}")
 
 
 def plan_for_worker(
@@ -180,7 +189,7 @@ class WriterSession:
 
     def _accepted(self, client: MetaClient, worker: WorkerInfo, deadline: Deadline) -> Accept:
         what = f"worker {worker.rank} of engine {worker.engine} to plan"
-        value = wait_for_value(client, self.key.path("accept", worker.rank), what, deadline)
+        value = wait_for_value(client, self.key, self.key.path("accept", worker.rank), what, deadline)
         return msgspec.msgpack.decode(value, type=Accept)
 
     def _connect(
@@ -220,7 +229,7 @@ class WriterSession:
             self._store = group.host_store(host, len(writers) + len(workers), deadline)
             client.put(path, msgspec.msgpack.encode((host, self._store.port)))
             return group.GroupAddress(host, self._store.port, len(writers), len(workers))
-        return meeting_point(client, path, len(writers), len(workers), deadline)
+        return meeting_point(client, self.key, len(writers), len(workers), deadline)
 
     def send(self, progress: Progress, deadline: Deadline) -> None:
         """Serve one version to every worker of the engine."""
@@ -321,14 +330,14 @@ class ReaderSession:
             rings = {rank: self._attach(rank, client, deadline) for rank in staged}
             self._receivers[shm_staged.NAME] = shm_staged.StagedEnd(rings, writing=False)
         if accept.group:
-            address = meeting_point(client, self.key.path("group"), len(writers), workers, deadline)
+            address = meeting_point(client, self.key, len(writers), workers, deadline)
             rank = len(writers) + self.worker.rank
             member = group.Group(address, rank, device, self.worker.process.address, deadline)
             self._receivers[group.NAME] = group.GroupReceiver(member, self.worker.rank, config.bucket_nbytes)
 
     def _attach(self, rank: int, client: MetaClient, deadline: Deadline) -> shm_staged.Ring:
         path = self.key.path("ring", rank, self.worker.rank)
-        value = wait_for_value(client, path, f"writer rank {rank} to offer shared memory", deadline)
+        value = wait_for_value(client, self.key, path, f"writer rank {rank} to offer shared memory", deadline)
         return shm_staged.attach_ring(msgspec.msgpack.decode(value, type=shm_staged.RingAddress))
 
     def receive(self, memory: Memory, progress: Progress, deadline: Deadline) -> None:
@@ -364,8 +373,11 @@ def _check_transport(config: SyncConfig, chosen: str, engine: str) -> None:
         )
 
 
-def meeting_point(client: MetaClient, path: str, writers: int, workers: int, deadline: Deadline) -> group.GroupAddress:
+def meeting_point(
+    client: MetaClient, session: SessionKey, writers: int, workers: int, deadline: Deadline
+) -> group.GroupAddress:
     """Where the transfer group meets, once writer rank 0 has said so."""
-    value = wait_for_value(client, path, "writer rank 0 to open the transfer group", deadline)
+    what = "writer rank 0 to open the transfer group"
+    value = wait_for_value(client, session, session.path("group"), what, deadline)
     host, port = msgspec.msgpack.decode(value, type=tuple[str, int])
     return group.GroupAddress(host, port, writers, workers)

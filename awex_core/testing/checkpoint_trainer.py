@@ -231,7 +231,7 @@ class TrainerRank:
     def send(self, do: str, **arguments: Any) -> None:
         """Give a command without waiting; that the process has ended is for ``receive`` to say."""
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # a broken pipe, or one that ``kill`` has closed
             self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self.process.stdin.flush()
 

@@ -198,7 +198,9 @@ def _storage(live: torch.Tensor | None) -> int | None:
 
 
 def _is_weight(slot: _Slot) -> bool:
-    return isinstance(slot.meta, torch.nn.Parameter) and hasattr(slot.meta, "weight_loader")
+    # Norms have no loader of their own; scales of a quantised KV cache are parameters that most checkpoints lack.
+    named_so = slot.name.endswith(("weight", "bias"))
+    return isinstance(slot.meta, torch.nn.Parameter) and (hasattr(slot.meta, "weight_loader") or named_so)
 
 
 def _refuse_unsupported(model: torch.nn.Module) -> None:

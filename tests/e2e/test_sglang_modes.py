@@ -150,10 +150,11 @@ print("went on")
 """
 
 
-def _run(code: str, model: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _run(code: str, model: Path, env: dict[str, str], given: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [BIN / "python", "-c", code, str(model)],
         cwd=ROOT,
+        input=given,
         env={**sglang_env(1), "SGLANG_PLUGINS": "awex", **env},
         capture_output=True,
         text=True,
@@ -170,38 +171,60 @@ def test_without_the_flag_nothing_changes_and_with_it_a_plugin_that_cannot_work_
     assert "went on" not in done.stdout
 
 
-def test_wrong_flags_end_the_server_before_it_loads_a_model(
+WRONG_FLAGS = """
+import json, os, sys
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.server_args import prepare_server_args
+
+ours = {name: value for name, value in os.environ.items() if name.startswith("AWEX_")}
+for flags, env in json.load(sys.stdin):
+    for name in [name for name in os.environ if name.startswith("AWEX_")]:
+        del os.environ[name]
+    os.environ.update(ours | env)
+    try:
+        server_args = prepare_server_args(["--model-path", sys.argv[1], "--device", "cpu", *flags])
+        Engine._launch_subprocesses(server_args=server_args)
+    except Exception as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def test_wrong_flags_are_refused_before_any_process_is_started(
     folder: Path, meta: MetaServerProcess, wrong_token_file: Path
 ) -> None:
     model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=0)
-    right = ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address]
-    nowhere = ["--weight-sync-backend=awex", "--weight-sync-meta-server", "127.0.0.1:1"]
-    cases = {
-        "needs --weight-sync-backend=awex": (["--weight-sync-meta-server", meta.address], {}),
-        "no meta server": (["--weight-sync-backend=awex"], {"AWEX_META_SERVER": ""}),
+    backend, right = ["--weight-sync-backend=awex"], ["--weight-sync-meta-server", meta.address]
+    right = backend + right
+    cases: dict[str, tuple[list[str], dict[str, str]]] = {
+        "needs --weight-sync-backend=awex": (["--weight-sync-job", "j"], {}),
+        "no meta server": (backend, {"AWEX_META_SERVER": ""}),
         "needs --disable-radix-cache": ([*right, "--weight-sync-kv=keep"], {}),
         "needs --weight-sync-kv=abort": ([*right, "--pp-size", "2"], {}),
         "does not support --enable-lora": ([*right, "--enable-lora", "--lora-paths", "a=/b"], {}),
+        "does not support --tokenizer-worker-num": ([*right, "--tokenizer-worker-num", "2"], {}),
+        "needs --weight-sync-engine": ([*right, "--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "h:1"], {}),
         "token": (right, {"AWEX_TOKEN_FILE": str(wrong_token_file)}),
-        "did not answer within 3 s": (nowhere, {"AWEX_CONNECT_TIMEOUT": "3"}),
     }
-    with ThreadPoolExecutor(2) as pool:
-        ends = {message: pool.submit(_serve_until_it_ends, model, meta, *case) for message, case in cases.items()}
-    for message, end in ends.items():
-        done = end.result()
-        assert done.returncode != 0 and message in done.stdout, done.stdout[-2000:]
-        assert "Load weight begin" not in done.stdout and "not the token" not in done.stdout
+    done = _run(WRONG_FLAGS, model, meta.env, json.dumps(list(cases.values())))
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+    assert len(answers) == len(cases), done.stderr[-3000:]
+    for message, answer in zip(cases, answers, strict=True):
+        assert message in answer and "not the token" not in answer
 
 
-def _serve_until_it_ends(
-    model: Path, meta: MetaServerProcess, flags: list[str], env: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def test_without_a_meta_server_the_server_ends_at_the_limit_and_says_so(folder: Path, meta: MetaServerProcess) -> None:
+    model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=0)
+    flags = ["--weight-sync-backend=awex", "--weight-sync-meta-server", "127.0.0.1:1"]
+    done = subprocess.run(
         [BIN / "sglang", "serve", "--model-path", str(model), "--device", "cpu", *flags],
         cwd=ROOT,
-        env={**sglang_env(1), **meta.env, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        env={**sglang_env(1), **meta.env, "AWEX_CONNECT_TIMEOUT": "3"},
+        capture_output=True,
         text=True,
         timeout=240,
     )
+    assert done.returncode != 0 and "did not answer within 3 s" in done.stderr, done.stderr[-2000:]
+    assert "Load weight begin" not in done.stderr

@@ -52,7 +52,8 @@ def flags(options: Mapping[str, Any]) -> list[str]:
     found = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
-        found += [flag] if value is True else [flag, str(value)]
+        if value is not False:
+            found += [flag] if value is True else [flag, str(value)]
     return found
 
 

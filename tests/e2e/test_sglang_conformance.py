@@ -1,0 +1,17 @@
+"""SGLang through the suite for engine plugins: one server of two workers lives through all of it, and dies last."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.support.conformance import LiveEngineTests
+from tests.support.sglang_jobs import SglangReference, SglangServer
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+class TestSglang(LiveEngineTests):
+    server = functools.partial(SglangServer, tp=2)
+    reference = functools.partial(SglangReference, tp=2)

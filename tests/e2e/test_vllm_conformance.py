@@ -1,0 +1,17 @@
+"""vLLM through the suite for engine plugins: one server of two workers lives through all of it, and dies last."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.support.conformance import LiveEngineTests
+from tests.support.jobs import Reference, VllmServer
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+class TestVllm(LiveEngineTests):
+    server = functools.partial(VllmServer, tp=2)
+    reference = functools.partial(Reference, tp=2, dtype="bfloat16")
