@@ -1,12 +1,13 @@
 """One engine's end: pause, receive, resume, and what clients see of it.
 
 Runs in the process of the tokenizer manager, through which all requests pass:
-attached to the HTTP server's application, or to an offline ``sgl.Engine``.
+attached to the HTTP server's application, or to an offline ``sgl.Engine``'s manager.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -134,8 +135,13 @@ class SglangGate(Gate):
         return "" if compat.is_starting() else super()._why_refused(scope)
 
 
+_http = False
+
+
 def attach_to_app(app: Any) -> None:
     """Add the gate, the status route and the control task to the HTTP server's application, before it starts."""
+    global _http
+    _http = True
     original = app.router.lifespan_context
     app.add_middleware(SglangGate)
     add_status_route(app)
@@ -155,16 +161,28 @@ def attach_to_app(app: Any) -> None:
     app.router.lifespan_context = lifespan
 
 
-def attach_to_engine(engine: Any) -> None:
+def serves_http() -> bool:
+    """Whether this process's engine is an HTTP server's, which starts the control task itself."""
+    return _http
+
+
+def attach_to_manager(manager: Any, loop: asyncio.AbstractEventLoop) -> None:
     """Have an offline ``sgl.Engine`` follow whenever its event loop runs."""
-    host = _host(engine.tokenizer_manager)
-    engine.awex_controller, engine.awex_task = engine.loop.run_until_complete(start_following(host))
-    compat.gate_generation(engine.tokenizer_manager, engine.awex_controller)
+
+    async def start() -> None:
+        manager.awex_controller, manager.awex_task = await start_following(_host(manager))
+        compat.gate_generation(manager, manager.awex_controller)
+        atexit.register(manager.awex_controller.close)  # its loop does not run to the end
+
+    if loop.is_running():  # it is made inside a coroutine, which must return first
+        manager.awex_start = loop.create_task(start())
+    else:
+        loop.run_until_complete(start())
 
 
 def wait_for_version(engine: Any, timeout_s: float) -> str:
     """See ``sglang_awex.wait_for_version``."""
-    controller: EngineController | None = getattr(engine, "awex_controller", None)
+    controller: EngineController | None = getattr(engine.tokenizer_manager, "awex_controller", None)
     if controller is None:
         raise ConfigError("this engine does not follow a trainer: set AWEX_BACKEND=awex before it is started")
 

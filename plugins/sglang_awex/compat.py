@@ -40,7 +40,7 @@ def hook_processes() -> None:
             (f"{_ARGS}.add_cli_args", _add_flags, HookType.AFTER),
             (f"{_ARGS}.from_cli_args", _read_flags, HookType.AFTER),
             (f"{_ENGINE}._launch_subprocesses", _before_launch, HookType.BEFORE),
-            (f"{_ENGINE}.__init__", _after_engine, HookType.AFTER),
+            (f"{_ENGINE}._launch_subprocesses", _after_launch, HookType.AFTER),
         ]
     try:
         if options.enabled():
@@ -63,10 +63,9 @@ def _read_flags(server_args: Any, _: Any, args: Any) -> None:
         return
     from sglang_awex.commit import attach_to_app
 
-    # SGLang logs hooks that it could not apply, and goes on.
-    for target in (f"{_ENGINE}._launch_subprocesses", f"{_ENGINE}.__init__"):
-        if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):
-            raise ConfigError(f"SGLang did not let the awex plugin hook {target}; its log says why")
+    target = f"{_ENGINE}._launch_subprocesses"
+    if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):  # SGLang logs it, and goes on
+        raise ConfigError(f"SGLang did not let the awex plugin hook {target}; its log says why")
     attach_to_app(importlib.import_module("sglang.srt.entrypoints.http_server").app)
 
 
@@ -82,12 +81,15 @@ def _before_launch(*_: Any, **given: Any) -> None:
     engine.make_key()
 
 
-def _after_engine(_: Any, engine: Any, **__: Any) -> None:
+def _after_launch(launched: Any, engine_class: Any, **_: Any) -> None:
+    """After an engine's processes are up, in the one that its requests pass through."""
     from sglang_awex import options
-    from sglang_awex.commit import attach_to_engine
+    from sglang_awex.commit import attach_to_manager, serves_http
 
-    if options.enabled() and engine.tokenizer_manager is not None:
-        attach_to_engine(engine)
+    manager = launched[0]
+    if options.enabled() and not serves_http() and hasattr(manager, "generate_request"):
+        # The loop in which an offline engine, which is just being made, will run its calls.
+        attach_to_manager(manager, engine_class._ensure_event_loop())
 
 
 # Scheduler ranks
