@@ -31,6 +31,7 @@ from tests.support.tiny_models import make_model
 from tests.support.trainer import TrainerSpec
 
 PROMPT = list(b"The trainer publishes, the engine follows, and nothing is written to disk. " * 5)
+PROOF = list(b"Nobody has asked this before, so no engine reads it from its cache. " * 5)
 COLUMNS = (
     "version",
     "loss",
@@ -192,7 +193,7 @@ def _prove(settings: Settings, console: Console, job: Job) -> Comparison:
 def _prove_one(
     settings: Settings, console: Console, checkpoint: Path, kind: str, server: Server, folder: Path
 ) -> Comparison:
-    answer = server.complete(PROMPT, 16)
+    answer = server.complete(PROOF, 16)
     server.dump(folder / "found")
     start = Reference if kind == "vllm" else SglangReference
     with closing(start(checkpoint, folder, tp=settings.engine_tp, dtype=settings.dtype)) as reference:
@@ -200,7 +201,7 @@ def _prove_one(
         if reference.ask("loaded_modules", 30):
             raise RuntimeError("the reference engine has awex loaded; it proves nothing")
         reference.ask("dump", 120, folder=str(folder / "expected"))
-        expected = reference.ask("complete", 120, prompt=PROMPT, max_tokens=16)
+        expected = reference.ask("complete", 120, prompt=PROOF, max_tokens=16)
     same = answer["tokens"] == expected["tokens"] and answer["logprobs"] == expected["logprobs"]
     console.print(f"{NAMES[kind]}: log probabilities of 16 tokens: {'equal' if same else 'DIFFERENT'}")
     comparison = compare_dumps(folder / "found", folder / "expected")
