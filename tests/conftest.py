@@ -32,6 +32,7 @@ hypothesis.settings.load_profile("ci" if IN_CI else "local")
 RUN = leftovers.mark_this_run()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Engines first, each with its tests in one place; and no test that asks for more GPUs than there are."""
     _skip_without_gpus(items)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import StartTrainer
+from tests.e2e.conftest import StartTrainer, check_same
 from tests.support.compare import compare_dumps
 from tests.support.jobs import MetaServerProcess
 from tests.support.lines import ROOT, Child, ChildError
@@ -42,11 +42,7 @@ def test_dummy_weights_are_not_served_and_the_meta_server_may_restart(
     trainer.publish(1)
     # Noise of the dummy weights must be gone everywhere, in the vocabulary's padding too.
     reference.wait()
-    reference.ask("load", 120, checkpoint=str(trainer.checkpoint(model, "1")))
-    reference.ask("dump", 120, folder=str(folder / "expected"))
-    server.dump(folder / "found")
-    comparison = compare_dumps(folder / "found", folder / "expected")
-    assert comparison.differences == () and comparison.total > 0
+    check_same(server, reference, folder, trainer.checkpoint(model, "1"))
     expected = reference.ask("complete", 120, prompt=PROMPT, max_tokens=8)
     assert server.complete(PROMPT)["logprobs"] == expected["logprobs"]
     meta.kill()
@@ -89,9 +85,7 @@ def test_replicas_and_stages_switch_together_and_abort(
     if "pp" in shape:
         reference = stack.enter_context(closing(SglangReference(trainer.checkpoint(model, "1"), folder, pp=2)))
         reference.wait()
-        reference.ask("dump", 120, folder=str(folder / "expected"))
-        server.dump(folder / "found")
-        assert compare_dumps(folder / "found", folder / "expected").differences == ()
+        check_same(server, reference, folder)
 
 
 def test_offline_engine_follows(

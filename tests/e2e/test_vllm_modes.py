@@ -12,8 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import StartTrainer
-from tests.support.compare import compare_dumps
+from tests.e2e.conftest import StartTrainer, check_same
 from tests.support.jobs import MetaServerProcess, Reference, VllmServer, engine_env
 from tests.support.lines import ROOT, Child
 from tests.support.tiny_models import make_model
@@ -37,11 +36,7 @@ def test_dummy_weights_are_not_served_and_kept_kv_goes_on(
     trainer.publish(1)
     # Noise of the dummy weights must be gone everywhere, in the vocabulary's padding too.
     reference.wait()
-    reference.ask("load", 120, checkpoint=str(trainer.checkpoint(model, "1")))
-    reference.ask("dump", 120, folder=str(folder / "expected"))
-    server.dump(folder / "found")
-    comparison = compare_dumps(folder / "found", folder / "expected")
-    assert comparison.differences == () and comparison.total > 0
+    check_same(server, reference, folder, trainer.checkpoint(model, "1"))
     expected = reference.ask("complete", 120, prompt=PROMPT, max_tokens=8)
     assert server.complete(PROMPT)["logprobs"] == expected["logprobs"]
     with ThreadPoolExecutor() as pool:
