@@ -37,7 +37,7 @@ check: setup-vllm
 	$(PY) -m pytest -q tests/rules
 
 test: setup
-	$(PY) -m pytest tests -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	$(PY) -m pytest tests -n $(JOBS) $(PYTEST_ARGS)
 
 demo: setup-vllm $(if $(filter sglang both,$(ENGINE)),setup-sglang)
 	@ENGINE='$(ENGINE)' TRAINER='$(TRAINER)' ENGINE_TP='$(ENGINE_TP)' $(PY) -m tests.demo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -32,21 +33,36 @@ hypothesis.settings.load_profile("ci" if IN_CI else "local")
 RUN = leftovers.mark_this_run()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that share an engine run in one process; every other test runs wherever there is room."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByEngine(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return engine_of(nodeid)
+
+    return ByEngine(config, log)
+
+
+def engine_of(nodeid: str) -> str:
+    """What a test shares an engine with: its class or, in a file whose engines are parameters, the others of its stage.
+
+    Parameters with a "=" are what changes while an engine goes on: a trainer's layout, say.
+    """
+    file, _, name = nodeid.partition("::")
+    if "/e2e/" not in file:
+        return nodeid
+    if "::" in name:
+        return f"{file}::{name.partition('::')[0]}"
+    ids = name.partition("[")[2].removesuffix("]").split("-")
+    return f"{file}[{'-'.join(part for part in ids if '=' not in part)}]"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines first, each with its tests in one place; and no test that asks for more GPUs than there are."""
+    """Engines first: short tests fill what is left at the end. And no test that asks for more GPUs than there are."""
     _skip_without_gpus(items)
-    for item in items:
-        if item.get_closest_marker("e2e"):
-            item.add_marker(pytest.mark.xdist_group(_stage_of(item)))
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)  # short tests fill what is left at the end
-
-
-def _stage_of(item: pytest.Item) -> str:
-    """The engine that a test shares with others: its file's, or of several there the one its parameter names."""
-    callspec = getattr(item, "callspec", None)
-    stage = callspec.params.get("stage", "") if callspec is not None else ""
-    return f"{item.path.stem} {stage}".strip()
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
 
 
 def _skip_without_gpus(items: list[pytest.Item]) -> None:
