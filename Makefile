@@ -1,6 +1,6 @@
 # make setup   the environments: .venv, and .venv-sglang for SGLang; quick when nothing changed
 # make check   format, lint, types and the repository's rules
-# make test    every test, with real engines on CPU; JOBS=2 of them at a time
+# make test    every test, with real engines on CPU; in JOBS=2 processes, one of which runs the engines
 # make demo    a live vLLM server follows a real Megatron trainer; ENGINE=sglang takes an SGLang server, ENGINE=both
 #              takes both; other layouts: make demo TRAINER="tp=1,pp=2" ENGINE_TP=1
 # make bench   the benchmarks, with their goals

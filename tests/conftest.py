@@ -35,32 +35,18 @@ RUN = leftovers.mark_this_run()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests that share an engine run in one process; every other test runs wherever there is room."""
+    """Engines one after another in one process, since each takes all cores; everything else beside them."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByEngine(LoadScopeScheduling):
+    class EnginesInOne(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return engine_of(nodeid)
+            return "e2e" if "/e2e/" in nodeid else nodeid
 
-    return ByEngine(config, log)
-
-
-def engine_of(nodeid: str) -> str:
-    """What a test shares an engine with: its class or, in a file whose engines are parameters, the others of its stage.
-
-    Parameters with a "=" are what changes while an engine goes on: a trainer's layout, say.
-    """
-    file, _, name = nodeid.partition("::")
-    if "/e2e/" not in file:
-        return nodeid
-    if "::" in name:
-        return f"{file}::{name.partition('::')[0]}"
-    ids = name.partition("[")[2].removesuffix("]").split("-")
-    return f"{file}[{'-'.join(part for part in ids if '=' not in part)}]"
+    return EnginesInOne(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines first: short tests fill what is left at the end. And no test that asks for more GPUs than there are."""
+    """Engines first, and no test that asks for more GPUs than there are."""
     _skip_without_gpus(items)
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
 

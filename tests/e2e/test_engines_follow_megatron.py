@@ -87,8 +87,8 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def _reference(case: Case, model: Path, folder: Path) -> Reference | SglangReference:
     if case.engine == "sglang":
         return SglangReference(model, folder, tp=case.tp, dtype=case.dtype)
-    # vLLM's own reload forgets the packed copy that a tied head computes from in float32.
-    anew = case.dtype == "float32" and case.kind == "qwen3-tied"
+    # vLLM's own reload forgets the packed copy that a tied head computes from.
+    anew = case.kind == "qwen3-tied" and _packs_linears(case.dtype)
     return Reference(model, folder, tp=case.tp, dtype=case.dtype, anew=anew)
 
 

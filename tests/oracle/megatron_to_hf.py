@@ -1,6 +1,7 @@
 """The truth the product is measured against: a Hugging Face checkpoint from raw Megatron dumps.
 
     python tests/oracle/megatron_to_hf.py DUMP_DIR OUT_DIR --template HF_MODEL_DIR
+    python -m tests.oracle.megatron_to_hf --serve       any number of them, on command; see ``tests.support.lines``
 
 Reads what ``tests.support.trainer.Trainer.dump_raw`` wrote (parameters under
 Megatron's own local names, and each rank's place) and puts the checkpoint
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,16 +223,31 @@ def write_checkpoint(out: Path, tensors: Tensors, config: dict[str, Any], templa
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
+def convert_dump(dump: str | Path, out: str | Path, template: str | Path) -> None:
+    """Write the checkpoint of one dump."""
+    ranks = read_ranks(Path(dump))
+    config = check_template(Path(template), ranks[0].place["spec"])
+    write_checkpoint(Path(out), assemble(ranks), config, Path(template))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dump", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--template", type=Path, required=True)
     args = parser.parse_args()
-    ranks = read_ranks(args.dump)
-    config = check_template(args.template, ranks[0].place["spec"])
-    write_checkpoint(args.out, assemble(ranks), config, args.template)
+    convert_dump(args.dump, args.out, args.template)
+
+
+def serve() -> None:
+    """Take ``convert`` commands until standard input ends: starting Python and torch each time takes seconds."""
+    from tests.support.lines import answer_stream, serve_commands
+
+    serve_commands(answer_stream(), {"convert": convert_dump})
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+    else:
+        main()

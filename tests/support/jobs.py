@@ -223,6 +223,7 @@ class TrainerJob:
         world = spec.parallel.world
         self._meeting = tempfile.TemporaryDirectory()
         self.ranks: list[Child] = []
+        self._oracle: Child | None = None
         for rank in range(world):
             variables = {
                 **os.environ,
@@ -262,16 +263,16 @@ class TrainerJob:
     def checkpoint(self, hf_model: Path, name: str) -> Path:
         """The present weights as a Hugging Face checkpoint, by way of raw dumps and the oracle's own logic."""
         raw, out = self.folder / f"raw-{name}", self.folder / f"hf-{name}"
+        if self._oracle is None:
+            args = [sys.executable, "-m", "tests.oracle.megatron_to_hf", "--serve"]
+            self._oracle = Child(args, self.folder / "oracle.log", {**os.environ, "PYTHONPATH": str(ROOT)})
         self.all("dump", folder=str(raw))
-        command = [sys.executable, str(ROOT / "tests/oracle/megatron_to_hf.py"), str(raw), str(out)]
-        done = subprocess.run([*command, "--template", str(hf_model)], capture_output=True, text=True, timeout=120)
-        if done.returncode:
-            raise ChildError(f"the oracle could not assemble the checkpoint:\n{done.stderr[-3000:]}")
+        self._oracle.ask("convert", 120, dump=str(raw), out=str(out), template=str(hf_model))
         return out
 
     def kill(self) -> None:
-        """End every rank at once."""
-        for child in self.ranks:
+        """End every process at once."""
+        for child in [*self.ranks, *([self._oracle] if self._oracle else [])]:
             child.kill()
         self._meeting.cleanup()
 
@@ -280,9 +281,7 @@ class TrainerJob:
         try:
             self.all("leave", 30)
         finally:
-            for child in self.ranks:
-                child.close()
-            self._meeting.cleanup()
+            self.kill()
 
 
 class Reference(Child):

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from tests.support.jobs import START_LIMIT_S, EngineServer, MetaServerProcess
-from tests.support.lines import ROOT, Child, ChildError
+from tests.support.lines import ROOT, Child, ChildError, end_session
 from tests.support.sglang_reference import generate_body, read_generation, take_dump
 
 BIN = ROOT / ".venv-sglang" / "bin"
@@ -128,6 +128,11 @@ class SglangServer(EngineServer):
             raise ChildError(f"weights_checker {action}: {response.status_code} {response.text[:500]}")
         return dict(response.json())
 
+    def close(self) -> None:
+        """End it at once: asked nicely, SGLang takes up to twenty seconds and then does the same."""
+        self._http.close()
+        end_session(self.process, grace_s=0)
+
     def workers(self) -> list[int]:
         """Pids of its schedulers, which hold the model."""
         return self.processes("sglang::scheduler")
@@ -156,6 +161,10 @@ class SglangReference(Child):
     def wait(self) -> None:
         """Wait until it is up."""
         self.receive(START_LIMIT_S)
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """End it at once, see ``SglangServer``."""
+        self.kill()
 
 
 def engine_options(model: Path, tp: int = 1, pp: int = 1, dp: int = 1, dtype: str = "bfloat16") -> dict[str, Any]:
