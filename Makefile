@@ -1,6 +1,6 @@
 # make setup   the environments: .venv, and .venv-sglang for SGLang; quick when nothing changed
 # make check   format, lint, types and the repository's rules
-# make test    every test, with real engines on CPU; in JOBS=2 processes, one of which runs the engines
+# make test    every test, with real engines on CPU
 # make demo    a live vLLM server follows a real Megatron trainer; ENGINE=sglang takes an SGLang server, ENGINE=both
 #              takes both; other layouts: make demo TRAINER="tp=1,pp=2" ENGINE_TP=1
 # make bench   the benchmarks, with their goals
@@ -14,7 +14,6 @@ MAKEFLAGS += --no-print-directory
 ENGINE ?= vllm
 TRAINER ?= tp=2
 ENGINE_TP ?= 2
-JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH ?=
 
@@ -37,7 +36,7 @@ check: setup-vllm
 	$(PY) -m pytest -q tests/rules
 
 test: setup
-	$(PY) -m pytest tests -n $(JOBS) $(PYTEST_ARGS)
+	$(PY) -m pytest tests $(PYTEST_ARGS)
 
 demo: setup-vllm $(if $(filter sglang both,$(ENGINE)),setup-sglang)
 	@ENGINE='$(ENGINE)' TRAINER='$(TRAINER)' ENGINE_TP='$(ENGINE_TP)' $(PY) -m tests.demo

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import hypothesis
 import pytest
@@ -33,26 +32,8 @@ hypothesis.settings.load_profile("ci" if IN_CI else "local")
 RUN = leftovers.mark_this_run()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Engines one after another in one process, since each takes all cores; everything else beside them."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class EnginesInOne(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "e2e" if "/e2e/" in nodeid else nodeid
-
-    return EnginesInOne(config, log)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines first, and no test that asks for more GPUs than there are."""
-    _skip_without_gpus(items)
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
-
-
-def _skip_without_gpus(items: list[pytest.Item]) -> None:
-    """Torch is asked only if some test asks for GPUs."""
+    """Skip tests that ask for more GPUs than there are; torch is asked only if some test does."""
     wanting = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
     if not wanting:
         return
@@ -92,8 +73,6 @@ def _fail_silent_skip(report):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a run that leaves processes behind, name them and end them."""
-    if hasattr(session.config, "workerinput"):
-        return  # a worker of this run: the process that started it looks for both
     deadline = time.monotonic() + LEFTOVER_GRACE_S
     while (left := leftovers.find(RUN)) and time.monotonic() < deadline:
         time.sleep(0.2)
