@@ -13,7 +13,6 @@ changes, whatever the loader does and wherever it raises.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -536,7 +535,7 @@ def trace_loader(
     recorder = _Recorder(tracked)
     where = torch.device(device)
     try:
-        with recorder, _inline_threads(), torch.no_grad():
+        with recorder, _inline_threads, torch.no_grad():
             load_weights(_offer(tensors, where))
     except Exception as error:  # noqa: BLE001 - a loader may raise anything; it is reported by name below
         recorder = _Recorder(tracked)
@@ -544,29 +543,44 @@ def trace_loader(
     return _finish(recorder, tensors)
 
 
-@contextlib.contextmanager
-def _inline_threads() -> Iterator[None]:
+class _InlineThreads(threading.local):
     """Within: what this thread submits to a thread pool runs at once, in this thread.
 
-    Loaders copy in pools to save time; the recorder sees one thread only. Other threads' pools work as ever.
+    Loaders copy in pools to save time; the recorder sees one thread only.
+    Other threads' pools work as ever, also when several threads trace at a time.
     """
-    original, me = ThreadPoolExecutor.submit, threading.get_ident()
 
-    def submit(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if threading.get_ident() != me:
-            return original(pool, function, *args, **kwargs)
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the future's
-            future.set_exception(error)
-        return future
+    on = False
+    _submit = ThreadPoolExecutor.submit
+    _users = 0
+    _lock = threading.Lock()
 
-    ThreadPoolExecutor.submit = submit  # type: ignore[assignment, method-assign]
+    def __enter__(self) -> None:
+        with self._lock:
+            _InlineThreads._users += 1
+            ThreadPoolExecutor.submit = _submit  # type: ignore[assignment, method-assign]
+        self.on = True
+
+    def __exit__(self, *_: object) -> None:
+        self.on = False
+        with self._lock:
+            _InlineThreads._users -= 1
+            if not _InlineThreads._users:
+                ThreadPoolExecutor.submit = _InlineThreads._submit  # type: ignore[method-assign]
+
+
+_inline_threads = _InlineThreads()
+
+
+def _submit(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    if not _inline_threads.on:
+        return _InlineThreads._submit(pool, function, *args, **kwargs)
+    future: Future[Any] = Future()
     try:
-        yield
-    finally:
-        ThreadPoolExecutor.submit = original  # type: ignore[method-assign]
+        future.set_result(function(*args, **kwargs))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the future's
+        future.set_exception(error)
+    return future
 
 
 def _offer(tensors: Iterable[CanonicalTensor], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -584,7 +598,7 @@ def _trace_one_by_one(
 ) -> None:
     for spec in tensors:
         try:
-            with recorder, _inline_threads(), torch.no_grad():
+            with recorder, _inline_threads, torch.no_grad():
                 load_weights(_offer([spec], device))
         except Exception as one:  # noqa: BLE001 - as above
             recorder.untraced[spec.name] = f"the loader raised {type(one).__name__}: {one}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -217,3 +219,27 @@ def test_dropped_tensors_and_gaps_are_listed() -> None:
     result = trace(model, load, {"w": numbered(4, 4), "rotary_emb.inv_freq": numbered(2)})
     assert result.dropped == ("rotary_emb.inv_freq",)
     assert [(gap.start, gap.end) for gap in result.gaps] == [(48, 64)]
+
+
+def test_a_loader_that_copies_in_a_pool_is_followed_and_other_threads_keep_theirs() -> None:
+    parameter = torch.zeros(4, 6)
+    inside, outside = threading.Event(), threading.Event()
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with ThreadPoolExecutor() as pool:
+            futures = [pool.submit(parameter.copy_, loaded) for _, loaded in weights]
+            inside.set()
+            assert outside.wait(10)
+        for future in futures:
+            future.result()
+
+    original = ThreadPoolExecutor.submit
+    with ThreadPoolExecutor(2) as pool:
+        specs = [CanonicalTensor("w", (4, 6), "float32")]
+        tracing = pool.submit(trace_loader, load, specs, {"w": parameter})
+        assert inside.wait(10)
+        assert pool.submit(threading.get_ident).result(10) != threading.get_ident()  # not run inline
+        outside.set()
+        trace = tracing.result(10)
+    assert not trace.untraced and not trace.gaps and len(trace.layout) == 1
+    assert ThreadPoolExecutor.submit is original
