@@ -551,7 +551,7 @@ class _InlineThreads(threading.local):
     """
 
     on = False
-    _submit = ThreadPoolExecutor.submit
+    submit_to_pool = ThreadPoolExecutor.submit
     _users = 0
     _lock = threading.Lock()
 
@@ -566,7 +566,7 @@ class _InlineThreads(threading.local):
         with self._lock:
             _InlineThreads._users -= 1
             if not _InlineThreads._users:
-                ThreadPoolExecutor.submit = _InlineThreads._submit  # type: ignore[method-assign]
+                ThreadPoolExecutor.submit = _InlineThreads.submit_to_pool  # type: ignore[method-assign]
 
 
 _inline_threads = _InlineThreads()
@@ -574,7 +574,7 @@ _inline_threads = _InlineThreads()
 
 def _submit(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
     if not _inline_threads.on:
-        return _InlineThreads._submit(pool, function, *args, **kwargs)
+        return _InlineThreads.submit_to_pool(pool, function, *args, **kwargs)
     future: Future[Any] = Future()
     try:
         future.set_result(function(*args, **kwargs))

@@ -77,8 +77,10 @@ class VllmGate(Gate):
         "/resume",
         "/collective_rpc",
         "/init_weight",
-        "/update_weight",
+        "/shutdown_weight",
         "/start_weight",
+        "/start_draft_weight",
+        "/update_weight",
         "/finish_weight",
         "/weight",
     )

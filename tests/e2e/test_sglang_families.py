@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer
-from tests.support.compare import compare_dumps
+from tests.e2e.conftest import check_same
 from tests.support.jobs import MetaServerProcess
 from tests.support.sglang_jobs import SglangReference, SglangServer
 from tests.support.tiny_models import make_model
@@ -99,8 +99,5 @@ def _check(stage: Stage, folder: Path, checkpoint: Path, version: str, *, load: 
     expected = stage.reference.ask("complete", 120, prompt=PROMPT, max_tokens=16)
     assert found["cached"] > 0 and found["versions"][0]["version"] == version == stage.server.weight_version()
     assert found["tokens"] == expected["tokens"]
-    stage.server.dump(folder / "found")
-    stage.reference.ask("dump", 120, folder=str(folder / "expected"))
-    comparison = compare_dumps(folder / "found", folder / "expected")
-    assert comparison.differences == () and comparison.total > 0
+    check_same(stage.server.dump, stage.reference, folder)
     assert stage.server.checksums() == stage.reference.ask("checksums", 60)

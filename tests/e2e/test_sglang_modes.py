@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import StartTrainer, check_same
-from tests.support.compare import compare_dumps
+from tests.e2e.conftest import StartTrainer, ask_all_replicas, check_same, write_over_requests
 from tests.support.jobs import MetaServerProcess
 from tests.support.lines import ROOT, Child, ChildError
 from tests.support.sglang_jobs import BIN, SglangReference, SglangServer, engine_options, sglang_env
@@ -42,7 +41,7 @@ def test_dummy_weights_are_not_served_and_the_meta_server_may_restart(
     trainer.publish(1)
     # Noise of the dummy weights must be gone everywhere, in the vocabulary's padding too.
     reference.wait()
-    check_same(server, reference, folder, trainer.checkpoint(model, "1"))
+    check_same(server.dump, reference, folder, trainer.checkpoint(model, "1"))
     expected = reference.ask("complete", 120, prompt=PROMPT, max_tokens=8)
     assert server.complete(PROMPT)["logprobs"] == expected["logprobs"]
     meta.kill()
@@ -69,23 +68,18 @@ def test_replicas_and_stages_switch_together_and_abort(
     before = server.complete(PROMPT)["logprobs"]
     trainer = start_trainer(model)
     trainer.all("train")
-    with ThreadPoolExecutor(8) as pool:
-        flying = [pool.submit(server.complete, [seed, *PROMPT], 400) for seed in range(4)]
-        time.sleep(1)
-        result = trainer.all("write", version=1, options={})[0]
-        finishes = {request.result(timeout=180)["finish"] for request in flying}
+    result, finishes = write_over_requests(server.complete, trainer, PROMPT, 400)
     assert "abort" in finishes
     (figures,) = result["figures"].values()
     held = trainer.ranks[0].ask("memory", 60)["shards"]
     copies = shape.get("dp", 1)
     assert figures["moved_nbytes"] == pytest.approx(copies * held, rel=0.2), "every replica takes the whole model"
-    with ThreadPoolExecutor(8) as pool:  # many at once, so that each replica answers some
-        after = [answer["logprobs"] for answer in pool.map(server.complete, [PROMPT] * 16)]
+    after = ask_all_replicas(server.complete, PROMPT)
     assert before not in after and len({tuple(logprobs) for logprobs in after}) == 1
     if "pp" in shape:
         reference = stack.enter_context(closing(SglangReference(trainer.checkpoint(model, "1"), folder, pp=2)))
         reference.wait()
-        check_same(server, reference, folder)
+        check_same(server.dump, reference, folder)
 
 
 def test_offline_engine_follows(
@@ -106,11 +100,9 @@ def test_offline_engine_follows(
     assert trainer.ranks[0].receive(60)["version"] == "1.3"
     after = engine.ask("complete", 120, prompt=PROMPT, max_tokens=16)
     assert after["logprobs"] != before["logprobs"] and after["versions"][0]["version"] == "1.3"
-    engine.ask("dump", 60, folder=str(folder / "found"))
     reference = stack.enter_context(closing(SglangReference(trainer.checkpoint(model, "3"), folder)))
     reference.wait()
-    reference.ask("dump", 120, folder=str(folder / "expected"))
-    assert compare_dumps(folder / "found", folder / "expected").differences == ()
+    check_same(lambda path: engine.ask("dump", 60, folder=str(path)), reference, folder)
 
 
 WITHOUT_THE_FLAG = """

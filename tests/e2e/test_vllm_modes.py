@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import StartTrainer, check_same
+from tests.e2e.conftest import StartTrainer, ask_all_replicas, check_same, write_over_requests
 from tests.support.jobs import MetaServerProcess, Reference, VllmServer, engine_env
 from tests.support.lines import ROOT, Child
 from tests.support.tiny_models import make_model
@@ -36,7 +36,7 @@ def test_dummy_weights_are_not_served_and_kept_kv_goes_on(
     trainer.publish(1)
     # Noise of the dummy weights must be gone everywhere, in the vocabulary's padding too.
     reference.wait()
-    check_same(server, reference, folder, trainer.checkpoint(model, "1"))
+    check_same(server.dump, reference, folder, trainer.checkpoint(model, "1"))
     expected = reference.ask("complete", 120, prompt=PROMPT, max_tokens=8)
     assert server.complete(PROMPT)["logprobs"] == expected["logprobs"]
     with ThreadPoolExecutor() as pool:
@@ -59,28 +59,18 @@ def test_two_data_parallel_servers_switch_together_and_abort(
     before = server.complete(PROMPT)["logprobs"]
     trainer = start_trainer(model)
     trainer.all("train")
-    with ThreadPoolExecutor(8) as pool:
-        flying = [pool.submit(server.complete, [seed, *PROMPT], 500) for seed in range(4)]
-        time.sleep(1)
-        result = trainer.all("write", version=1, options={})[0]
-        finishes = {request.result(timeout=180)["finish"] for request in flying}
+    result, finishes = write_over_requests(server.complete, trainer, PROMPT, 500)
     assert "abort" in finishes
     (figures,) = result["figures"].values()
     held = trainer.ranks[0].ask("memory", 60)["shards"]
     assert figures["moved_nbytes"] == pytest.approx(2 * held, rel=0.2), "both replicas take the whole model"
-    after = _ask_both(server)
+    after = ask_all_replicas(server.complete, PROMPT)
     assert before not in after and len({tuple(logprobs) for logprobs in after}) == 1
     statuses = [httpx.get(f"{server.url}/awex/status", trust_env=False).json() for _ in range(30)]
     assert {status["elected"] for status in statuses} == {True, False}, "two API servers, one of them elected"
     deadline = time.monotonic() + 20
     while any(_version(server) != {"epoch": 1, "number": 1} for _ in range(10)):
         assert time.monotonic() < deadline, "the API server that is not elected does not show the new version"
-
-
-def _ask_both(server: VllmServer) -> list[list[float]]:
-    """Many short requests at once, so that both replicas answer some."""
-    with ThreadPoolExecutor(8) as pool:
-        return [answer["logprobs"] for answer in pool.map(server.complete, [PROMPT] * 16)]
 
 
 def _version(server: VllmServer) -> dict[str, int]:
