@@ -25,7 +25,7 @@ from rich.live import Live
 from rich.table import Table
 
 from tests.support.compare import Comparison, compare_dumps
-from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, VllmServer
+from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer
 from tests.support.sglang_jobs import SglangReference, SglangServer
 from tests.support.tiny_models import make_model
 from tests.support.trainer import TrainerSpec
@@ -127,7 +127,8 @@ def _start(settings: Settings, meta: MetaServerProcess, template: Path, folder: 
             if future.exception() is None:
                 stack.enter_context(closing(future.result()))
     servers = {kind: future.result() for kind, future in starting.items()}
-    trainer = stack.enter_context(closing(TrainerJob(spec, template, meta, folder / "trainer", **env)))
+    processes = stack.enter_context(closing(TrainerProcesses(folder / "trainers")))
+    trainer = stack.enter_context(closing(TrainerJob(spec, template, meta, folder / "trainer", processes, **env)))
     return Job(servers, trainer, template, folder)
 
 

@@ -3,20 +3,78 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 
 from tests.support.compare import compare_dumps
-from tests.support.jobs import MetaServerProcess, TrainerJob
+from tests.support.jobs import MetaServerProcess, TrainerJob, TrainerProcesses
 from tests.support.lines import Child
 from tests.support.trainer import TrainerSpec
 
 StartTrainer = Callable[..., TrainerJob]
+
+
+class Startable(Protocol):
+    """What is started without waiting."""
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Stage = TypeVar("Stage", bound=Startable)
+
+
+class Stages(Generic[Stage]):
+    """The long-lived parts of a module's cases: while one case is tested, the next one's engines start.
+
+    An engine spends most of its start importing in one process after another, on one core.
+    """
+
+    def __init__(self, start: Callable[[Any], Stage], cases: Sequence[object]) -> None:
+        self._start = start
+        self._cases = list(cases)
+        self._stages: dict[str, Stage] = {}
+        self._closing: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor()
+
+    def take(self, case: object) -> Stage:
+        """The parts of ``case``, running."""
+        stage = self._started(case)
+        stage.wait()
+        after = self._cases.index(case) + 1
+        for following in self._cases[after : after + 1]:
+            self._started(following)
+        return stage
+
+    def give_back(self, case: object) -> None:
+        """End the parts of ``case``, in the background."""
+        self._closing.append(self._pool.submit(self._stages.pop(str(case)).close))
+
+    def _started(self, case: object) -> Stage:
+        if str(case) not in self._stages:
+            self._stages[str(case)] = self._start(case)
+        return self._stages[str(case)]
+
+    def close(self) -> None:
+        """End everything; raises what ending a part raised."""
+        for case in list(self._stages):
+            self._closing.append(self._pool.submit(self._stages.pop(case).close))
+        self._pool.shutdown()
+        for closed in self._closing:
+            closed.result()
+
+
+def cases_to_run(request: pytest.FixtureRequest, name: str) -> list[object]:
+    """The values that the parametrised fixture ``name`` will have in this run's tests of one module, in order."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    found = {str(item.callspec.params[name]): item.callspec.params[name] for item in items}
+    return list(found.values())
 
 
 @pytest.fixture
@@ -35,11 +93,17 @@ def meta(folder: Path, stack: ExitStack) -> MetaServerProcess:
     return stack.enter_context(closing(MetaServerProcess(folder)))
 
 
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcesses]:
+    with closing(TrainerProcesses(tmp_path_factory.mktemp("trainers"))) as processes:
+        yield processes
+
+
 @pytest.fixture
-def start_trainer(folder: Path, meta: MetaServerProcess, stack: ExitStack) -> StartTrainer:
+def start_trainer(folder: Path, meta: MetaServerProcess, stack: ExitStack, processes: TrainerProcesses) -> StartTrainer:
     def start(model: Path, kind: str = "qwen3", layout: str = "tp=1") -> TrainerJob:
         spec = TrainerSpec.of_kind(kind, layout=layout, dtype="bfloat16", lr=3e-3)
-        return stack.enter_context(closing(TrainerJob(spec, model, meta, folder / "trainer")))
+        return stack.enter_context(closing(TrainerJob(spec, model, meta, folder / "trainer", processes)))
 
     return start
 

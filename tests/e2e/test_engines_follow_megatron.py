@@ -10,15 +10,16 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.e2e.conftest import Stages, cases_to_run
 from tests.support.compare import compare_dumps
-from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, VllmServer
+from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer
 from tests.support.sglang_jobs import SglangReference, SglangServer
 from tests.support.tiny_models import make_model
 from tests.support.trainer import TrainerSpec
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 PROMPT = list(b"On an Engine that follows its Trainer, and of what it says before and after. " * 5)
 """More than two of vLLM's CPU cache blocks (128 tokens), so that a stale prefix would be reused."""
 
-IN_FLIGHT_TOKENS = 60
+IN_FLIGHT_TOKENS = 40
 VERSIONS = 3
 
 
@@ -46,38 +47,51 @@ class Case:
 
 
 CASES = [Case("vllm", "bfloat16", tp, kind) for tp in (1, 2) for kind in ("qwen3", "qwen3-tied")]
-# vLLM's float32 takes another path, and SGLang another loader; what each shares with the above is not shown twice.
+CASES += [Case("sglang", "bfloat16", tp, kind) for tp in (1, 2) for kind in ("qwen3", "qwen3-tied")]
+# vLLM's float32 takes another path; what it shares with the above is not shown twice.
 CASES += [Case("vllm", "float32", 1, "qwen3-tied"), Case("vllm", "float32", 2, "qwen3")]
-CASES += [Case("sglang", "bfloat16", 1, "qwen3-tied"), Case("sglang", "bfloat16", 2, "qwen3")]
 TRAINERS = ["tp=1", "tp=2", "pp=2", "pp=2,vpp=2"]
 
 
-@dataclass
 class Stage:
-    """The long-lived parts of one case."""
+    """The long-lived parts of one case: meta server, server and reference engine, on weights that no trainer has."""
 
-    case: Case
-    folder: Path
-    model: Path
-    meta: MetaServerProcess
-    server: VllmServer | SglangServer
-    reference: Reference | SglangReference
-    previous: list[Path] = field(default_factory=list)
+    def __init__(self, case: Case, folder: Path, processes: TrainerProcesses) -> None:
+        self.case, self.folder, self.processes = case, folder, processes
+        self.previous: list[Path] = []
+        self.model = make_model(folder / "model", case.kind, dtype=case.dtype, seed=99)
+        with ExitStack() as stack:
+            self.meta = stack.enter_context(closing(MetaServerProcess(folder)))
+            self.reference = stack.enter_context(closing(_reference(case, self.model, folder / "reference")))
+            start = VllmServer if case.engine == "vllm" else SglangServer
+            self.server = stack.enter_context(
+                closing(start(self.model, self.meta, folder / "engine", tp=case.tp, dtype=case.dtype, wait=False))
+            )
+            self._parts = stack.pop_all()
+
+    def wait(self) -> None:
+        self.server.wait()
+        self.reference.wait()
+
+    def close(self) -> None:
+        self._parts.close()
+
+
+@pytest.fixture(scope="module")
+def stages(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, processes: TrainerProcesses
+) -> Iterator[Stages[Stage]]:
+    def start(case: Case) -> Stage:
+        return Stage(case, tmp_path_factory.mktemp(str(case)), processes)
+
+    with closing(Stages(start, cases_to_run(request, "stage"))) as stages:
+        yield stages
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """Meta server, vLLM server and reference engine; both engines start on weights no trainer has."""
-    case: Case = request.param
-    folder = tmp_path_factory.mktemp(str(case))
-    with ExitStack() as stack:
-        model = make_model(folder / "model", case.kind, dtype=case.dtype, seed=99)
-        meta = stack.enter_context(closing(MetaServerProcess(folder)))
-        reference = stack.enter_context(closing(_reference(case, model, folder / "reference")))
-        start = VllmServer if case.engine == "vllm" else SglangServer
-        server = stack.enter_context(closing(start(model, meta, folder / "engine", tp=case.tp, dtype=case.dtype)))
-        reference.wait()
-        yield Stage(case, folder, model, meta, server, reference)
+def stage(request: pytest.FixtureRequest, stages: Stages[Stage]) -> Iterator[Stage]:
+    yield stages.take(request.param)
+    stages.give_back(request.param)
 
 
 def _reference(case: Case, model: Path, folder: Path) -> Reference | SglangReference:
@@ -102,7 +116,7 @@ def test_follows_a_trainer(stage: Stage, layout: str) -> None:
         stage.case.kind, layout=layout, dtype=stage.case.dtype, lr=3e-3, seed=TRAINERS.index(layout)
     )
     folder = stage.folder / f"trainer-{layout.replace(',', '-')}"
-    with closing(TrainerJob(spec, stage.model, stage.meta, folder)) as trainer:
+    with closing(TrainerJob(spec, stage.model, stage.meta, folder, stage.processes)) as trainer:
         for version in range(1, VERSIONS + 1):
             trainer.all("train")
             answers, result = _write_with_requests_in_flight(stage, trainer, version)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import socket
 import subprocess
@@ -98,9 +97,11 @@ def wait_for_http(url: str, process: subprocess.Popen[bytes], log: Path, limit_s
 
 
 class EngineServer:
-    """A real inference server, in a session of its own and on a free port."""
+    """A real inference server, in a session of its own and on a free port; up when made, or after ``wait``."""
 
-    def __init__(self, args: Sequence[str | Path], env: Mapping[str, str], log: Path, limit_s: float) -> None:
+    def __init__(
+        self, args: Sequence[str | Path], env: Mapping[str, str], log: Path, limit_s: float, wait: bool
+    ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         self.port = free_port()
@@ -111,6 +112,11 @@ class EngineServer:
                 [*args, *listen], cwd=ROOT, env=dict(env), stdout=sink, stderr=sink, start_new_session=True
             )
         self._http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        if wait:
+            self.wait(limit_s)
+
+    def wait(self, limit_s: float = START_LIMIT_S) -> None:
+        """Wait until it is up; it ends if it is not in time."""
         try:
             wait_for_http(f"{self.url}/health", self.process, self.log, limit_s)
         except BaseException:
@@ -151,6 +157,7 @@ class VllmServer(EngineServer):
         extra: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         limit_s: float = START_LIMIT_S,
+        wait: bool = True,
     ) -> None:
         self.tp, self.dtype = tp, dtype
         args = [BIN / "vllm", "serve", str(model), "--served-model-name", "m", "--dtype", dtype, "--enforce-eager"]
@@ -158,7 +165,7 @@ class VllmServer(EngineServer):
         args += ["--enable-prompt-tokens-details", "--worker-extension-cls", "tests.support.engine_dump.DumpExtension"]
         args += ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address, *extra]
         variables = {**engine_env(tp), **meta.env, "PYTHONPATH": str(ROOT), **(env or {})}
-        super().__init__(args, variables, folder / "vllm.log", limit_s)
+        super().__init__(args, variables, folder / "vllm.log", limit_s, wait)
 
     def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
         """Greedy completion of token ids: tokens' log probabilities, text, cached prompt tokens."""
@@ -214,32 +221,62 @@ def read_completion(response: httpx.Response) -> dict[str, Any]:
     }
 
 
+class TrainerProcesses:
+    """Processes that have imported Megatron, for one trainer after another, and the oracle beside them."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._ranks: list[Child] = []
+        self._oracle: Child | None = None
+
+    def take(self, count: int) -> list[Child]:
+        """The first ``count`` of them; what is missing or has died is started."""
+        alive = [child for child in self._ranks if child.process.poll() is None]
+        new = [self._start("tests.support.trainer_rank", f"rank{place}") for place in range(len(alive), count)]
+        self._ranks = alive + new
+        for child in new:
+            child.receive(120)
+        return self._ranks[:count]
+
+    def oracle(self) -> Child:
+        """Writes Hugging Face checkpoints of raw dumps, by its own logic."""
+        if self._oracle is None:
+            self._oracle = self._start("tests.oracle.megatron_to_hf", "oracle", "--serve")
+        return self._oracle
+
+    def _start(self, module: str, name: str, *args: str) -> Child:
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+        return Child([sys.executable, "-m", module, *args], self.folder / f"{name}.log", variables)
+
+    def close(self) -> None:
+        """End them."""
+        for child in [*self._ranks, *([self._oracle] if self._oracle else [])]:
+            child.kill()
+
+
 class TrainerJob:
     """All ranks of a Megatron trainer that publishes its weights."""
 
-    def __init__(self, spec: TrainerSpec, hf_model: Path, meta: MetaServerProcess, folder: Path, **env: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.spec, self.folder = spec, folder
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        hf_model: Path,
+        meta: MetaServerProcess,
+        folder: Path,
+        processes: TrainerProcesses,
+        **env: str,
+    ) -> None:
+        self.spec, self.folder, self.processes = spec, folder, processes
         world = spec.parallel.world
         self._meeting = tempfile.TemporaryDirectory()
-        self.ranks: list[Child] = []
-        self._oracle: Child | None = None
-        for rank in range(world):
-            variables = {
-                **os.environ,
-                **meta.env,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                RENDEZVOUS: str(Path(self._meeting.name) / "rendezvous"),
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "PYTHONPATH": str(ROOT),
-                **env,
-            }
-            fields = json.dumps(dataclasses.asdict(spec))
-            args = [sys.executable, "-m", "tests.support.trainer_rank", fields, str(hf_model)]
-            self.ranks.append(Child(args, folder / f"trainer{rank}.log", variables))
+        self.ranks = processes.take(world)
         try:
+            for rank, child in enumerate(self.ranks):
+                place = {"RANK": str(rank), "WORLD_SIZE": str(world)}
+                meeting = {RENDEZVOUS: str(Path(self._meeting.name) / "rendezvous")}
+                fields = dataclasses.asdict(spec)
+                child.send("start", spec=fields, hf_model=str(hf_model), env={**meta.env, **place, **meeting, **env})
             self._gather(120)
             self.run = self.all("attach", 120)[0]
         except BaseException:
@@ -263,25 +300,24 @@ class TrainerJob:
     def checkpoint(self, hf_model: Path, name: str) -> Path:
         """The present weights as a Hugging Face checkpoint, by way of raw dumps and the oracle's own logic."""
         raw, out = self.folder / f"raw-{name}", self.folder / f"hf-{name}"
-        if self._oracle is None:
-            args = [sys.executable, "-m", "tests.oracle.megatron_to_hf", "--serve"]
-            self._oracle = Child(args, self.folder / "oracle.log", {**os.environ, "PYTHONPATH": str(ROOT)})
         self.all("dump", folder=str(raw))
-        self._oracle.ask("convert", 120, dump=str(raw), out=str(out), template=str(hf_model))
+        self.processes.oracle().ask("convert", 120, dump=str(raw), out=str(out), template=str(hf_model))
         return out
 
     def kill(self) -> None:
-        """End every process at once."""
-        for child in [*self.ranks, *([self._oracle] if self._oracle else [])]:
+        """End its processes at once."""
+        for child in self.ranks:
             child.kill()
         self._meeting.cleanup()
 
     def close(self) -> None:
-        """Leave the job and end."""
+        """Leave the job; its processes live on for the next one unless one of them cannot leave."""
         try:
-            self.all("leave", 30)
-        finally:
+            self.all("stop", 30)
+        except BaseException:
             self.kill()
+            raise
+        self._meeting.cleanup()
 
 
 class Reference(Child):

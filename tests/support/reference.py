@@ -20,8 +20,7 @@ def main() -> None:
     """Start the engine, answer commands until standard input ends."""
     stream = answer_stream()
     os.environ["VLLM_PLUGINS"] = ""  # no general plugin is loaded, in any of its processes
-    if sys.argv[4] == "anew":
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where starting again takes seconds
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where starting takes seconds
     from vllm import LLM, SamplingParams
 
     model, tp, dtype, way = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]

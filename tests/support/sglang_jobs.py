@@ -80,6 +80,7 @@ class SglangServer(EngineServer):
         follow: bool = True,
         command: str = "launch_server",
         limit_s: float = START_LIMIT_S,
+        wait: bool = True,
     ) -> None:
         self.tp, self.dtype = tp, dtype
         self.world = tp * pp * dp
@@ -94,7 +95,7 @@ class SglangServer(EngineServer):
             variables |= meta.env
             if follow:
                 args += ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address]
-        super().__init__([*args, *extra], {**variables, **(env or {})}, folder / "sglang.log", limit_s)
+        super().__init__([*args, *extra], {**variables, **(env or {})}, folder / "sglang.log", limit_s, wait)
 
     def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
         """Greedy completion of token ids: tokens, their log probabilities and weight versions, cached prompt tokens."""
