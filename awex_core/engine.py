@@ -38,18 +38,26 @@ class TracedModel:
     """One worker's model, traced.
 
     ``layout`` describes where every piece of the checkpoint belongs, loader-path
-    modules included (in memory that exists only during a sync). ``refreshed``
-    names modules that compute from a copy of their weights and make it anew.
+    modules included (in memory that exists only during a sync: the buffers
+    ``staged``). ``refreshed`` names modules that compute from a copy of their
+    weights and make it anew.
     """
 
     layout: Layout
     loader_path: tuple[LoaderPathModule, ...] = ()
     refreshed: tuple[str, ...] = ()
+    staged: frozenset[int] = frozenset()
 
     @property
     def loader_path_nbytes(self) -> int:
         """Bytes that do not go straight to their place."""
         return sum(module.nbytes for module in self.loader_path)
+
+    @property
+    def staged_tensors(self) -> list[str]:
+        """Canonical tensors that come with every update, partial ones too: what held them is gone."""
+        rows = [row for row, buffer in enumerate(self.layout.buffer.tolist()) if buffer in self.staged]
+        return sorted({self.layout.tensors[int(self.layout.tensor[row])].name for row in rows})
 
 
 class WorkerModel(Protocol):

@@ -261,9 +261,10 @@ class WeightReader:
         sync = _sync_of(self._client.watch())
         if sync.version != attempt.version or sync.engines[self.engine].outcome == "failed":
             raise TransferError(f"version {attempt.version} ended before it was received{_why(sync, self.engine)}")
+        only = self._changed(sync)
         begun = time.perf_counter()
         self._memory = self.model.begin()
-        session.receive(self._memory, attempt.progress, attempt.deadline)
+        session.receive(self._memory, attempt.progress, attempt.deadline, only)
         _write_constants(traced, self._memory)
         received = time.perf_counter()
         verified = self._verify(sync, traced, session, self._memory, attempt.deadline)
@@ -276,6 +277,20 @@ class WeightReader:
             "loader_path_nbytes": float(traced.loader_path_nbytes),
         }
         attempt.received = True
+
+    def _changed(self, sync: SyncView) -> list[str]:
+        """Patterns of the tensors to pull; none means all.
+
+        Raises:
+            TransferError: a partial update builds on another version than this worker holds. The next one is full.
+        """
+        if not sync.engines[self.engine].partial:
+            return []
+        if self.version != sync.base:
+            raise TransferError(
+                f"version {sync.version} is a partial update of {sync.base}, but this worker holds {self.version}"
+            )
+        return sync.only
 
     def _ensure_session(self, sync: SyncView, traced: TracedModel, deadline: Deadline) -> ReaderSession:
         key = SessionKey(sync.version.epoch, self.engine, sync.engines[self.engine].generation)
@@ -293,7 +308,7 @@ class WeightReader:
             engine.workers,
             view.writers,
             sources,
-            traced.layout,
+            traced,
             device,
             self._client,
             self.config,

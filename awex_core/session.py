@@ -19,14 +19,23 @@ import msgspec
 import torch
 
 from awex_core.config import SyncConfig
+from awex_core.engine import TracedModel
 from awex_core.errors import ConfigError, PlanError, TransferError
-from awex_core.layout.layout import Layout
+from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout
 from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import EngineView, JobView, WorkerInfo, WriterInfo
 from awex_core.pairing import choose_transport, distance
-from awex_core.plan import CopyProgram, CopyTable, SourceIndex, lower_copies, plan_copies, unused_tensors
+from awex_core.plan import (
+    CopyProgram,
+    CopyTable,
+    SourceIndex,
+    lower_copies,
+    plan_copies,
+    select_tensors,
+    unused_tensors,
+)
 from awex_core.transfer import group, shm, shm_staged
 from awex_core.transfer.base import Deadline, Progress, Receiver, Sender
 
@@ -46,6 +55,8 @@ class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transports: dict[int, str]
     group: bool
     bucket_nbytes: int
+    always: list[str] = []
+    """Tensors that come with every update, partial ones too."""
 
 
 @dataclass(frozen=True)
@@ -124,19 +135,36 @@ def check_complete(sources: SourceIndex, layouts: Sequence[Layout], engine: str)
         )
 
 
-@dataclass(frozen=True)
 class _Pairs:
-    """Programs by transport and peer."""
+    """Programs by transport and peer, and the parts of them that partial updates need."""
 
-    by_transport: dict[str, dict[int, CopyProgram]]
+    def __init__(
+        self,
+        programs: dict[int, CopyProgram],
+        transports: dict[int, str],
+        tensors: dict[int, Sequence[CanonicalTensor]],
+        always: dict[int, Sequence[str]],
+    ) -> None:
+        self._transports, self._tensors, self._always = transports, tensors, always
+        self._programs = programs
+        self.all = self._grouped(programs)
+        self._some: tuple[tuple[str, ...], dict[str, dict[int, CopyProgram]]] | None = None
 
-    @staticmethod
-    def of(programs: dict[int, CopyProgram], transports: dict[int, str]) -> _Pairs:
+    def _grouped(self, programs: dict[int, CopyProgram]) -> dict[str, dict[int, CopyProgram]]:
         by_transport: dict[str, dict[int, CopyProgram]] = {}
         for peer, program in programs.items():
             if len(program):
-                by_transport.setdefault(transports[peer], {})[peer] = program
-        return _Pairs(by_transport)
+                by_transport.setdefault(self._transports[peer], {})[peer] = program
+        return by_transport
+
+    def some(self, only: Sequence[str]) -> dict[str, dict[int, CopyProgram]]:
+        """Those of the tensors that match; all without a pattern. The last selection is kept, for the next version."""
+        if not only:
+            return self.all
+        key = tuple(only)
+        if self._some is None or self._some[0] != key:
+            self._some = key, self._grouped(select_tensors(self._programs, self._tensors, key, self._always))
+        return self._some[1]
 
 
 class WriterSession:
@@ -178,8 +206,12 @@ class WriterSession:
                     f"writer rank {rank} and worker {peer} of engine {key.engine} planned different copies",
                     ["install the same release of awex-plugins on both sides"],
                 )
-        pairs = _Pairs.of(programs, {peer: accept.transports[rank] for peer, accept in accepts.items()})
-        self._programs = pairs.by_transport
+        self._pairs = _Pairs(
+            programs,
+            {peer: accept.transports[rank] for peer, accept in accepts.items()},
+            {worker.rank: layout.tensors for worker, layout in zip(workers, destinations, strict=True)},
+            {peer: accept.always for peer, accept in accepts.items()},
+        )
         self._senders: dict[str, Sender] = {}
         try:
             self._connect(accepts, writers, workers, client, deadline)
@@ -201,7 +233,7 @@ class WriterSession:
         deadline: Deadline,
     ) -> None:
         limit = min(accept.bucket_nbytes for accept in accepts.values())
-        staged = self._programs.get(shm_staged.NAME, {})
+        staged = self._pairs.all.get(shm_staged.NAME, {})
         if staged:
             rings: dict[int, shm_staged.Ring] = {}
             # Known to close() before the first ring exists: whatever fails below, no segment stays behind.
@@ -231,10 +263,11 @@ class WriterSession:
             return group.GroupAddress(host, self._store.port, len(writers), len(workers))
         return meeting_point(client, self.key, len(writers), len(workers), deadline)
 
-    def send(self, progress: Progress, deadline: Deadline) -> None:
-        """Serve one version to every worker of the engine."""
+    def send(self, progress: Progress, deadline: Deadline, only: Sequence[str] = ()) -> None:
+        """Serve one version to every worker of the engine; of a partial update, the tensors that match ``only``."""
+        programs = self._pairs.some(only)
         for name, sender in self._senders.items():
-            sender.send(self._programs.get(name, {}), self.memory, progress, deadline)
+            sender.send(programs.get(name, {}), self.memory, progress, deadline)
 
     def close(self) -> None:
         """Release every transport."""
@@ -264,7 +297,7 @@ class ReaderSession:
         workers: Sequence[WorkerInfo],
         writers: Sequence[WriterInfo],
         sources: SourceIndex,
-        layout: Layout,
+        traced: TracedModel,
         device: torch.device,
         client: MetaClient,
         config: SyncConfig,
@@ -278,15 +311,18 @@ class ReaderSession:
         """
         self.key, self.worker, self.sources = key, worker, sources
         begun = time.perf_counter()
+        layout, always = traced.layout, traced.staged_tensors
         table = plan_for_worker(sources, layout, worker, writers)
         ranks = range(len(writers))
         self.programs = {rank: lower_copies(table, sources, rank) for rank in ranks}
         self.plan_s = time.perf_counter() - begun
         self.nbytes = int(table.nbytes.sum())
         transports, endpoints = self._transports(writers, client, config)
-        self._pairs = _Pairs.of(self.programs, transports).by_transport
+        self._pairs = _Pairs(
+            self.programs, transports, dict.fromkeys(ranks, layout.tensors), dict.fromkeys(ranks, always)
+        )
         fingerprints = {rank: table.from_rank(rank).fingerprint() for rank in ranks}
-        accept = Accept(fingerprints, transports, uses_group(writers, workers, config), config.bucket_nbytes)
+        accept = Accept(fingerprints, transports, uses_group(writers, workers, config), config.bucket_nbytes, always)
         client.put(key.path("accept", worker.rank), msgspec.msgpack.encode(accept))
         self._receivers: dict[str, Receiver] = {}
         try:
@@ -323,9 +359,9 @@ class ReaderSession:
         config: SyncConfig,
         deadline: Deadline,
     ) -> None:
-        if shm.NAME in self._pairs:
+        if shm.NAME in self._pairs.all:
             self._receivers[shm.NAME] = shm.ShmReceiver(endpoints)
-        staged = self._pairs.get(shm_staged.NAME, {})
+        staged = self._pairs.all.get(shm_staged.NAME, {})
         if staged:
             rings = {rank: self._attach(rank, client, deadline) for rank in staged}
             self._receivers[shm_staged.NAME] = shm_staged.StagedEnd(rings, writing=False)
@@ -340,10 +376,11 @@ class ReaderSession:
         value = wait_for_value(client, self.key, path, f"writer rank {rank} to offer shared memory", deadline)
         return shm_staged.attach_ring(msgspec.msgpack.decode(value, type=shm_staged.RingAddress))
 
-    def receive(self, memory: Memory, progress: Progress, deadline: Deadline) -> None:
-        """Fill ``memory`` with one version."""
+    def receive(self, memory: Memory, progress: Progress, deadline: Deadline, only: Sequence[str] = ()) -> None:
+        """Fill ``memory`` with one version; of a partial update, with the tensors that match ``only``."""
+        programs = self._pairs.some(only)
         for name, receiver in self._receivers.items():
-            receiver.receive(self._pairs.get(name, {}), memory, progress, deadline)
+            receiver.receive(programs.get(name, {}), memory, progress, deadline)
 
     @property
     def transports(self) -> list[str]:

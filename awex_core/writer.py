@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
@@ -20,7 +20,7 @@ from awex_core.layout.live import Memory, check_memory
 from awex_core.layout.wire import encode_layout, encode_manifest
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineView, JobView, Process, SyncView, WriterInfo
-from awex_core.plan import CopyProgram, SourceIndex, index_sources, lower_copies, plan_copies
+from awex_core.plan import CopyProgram, SourceIndex, check_patterns, index_sources, lower_copies, plan_copies
 from awex_core.process import this_process
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
 from awex_core.transfer.base import Deadline, Progress
@@ -129,6 +129,7 @@ class WeightWriter:
         quorum: int | None = None,
         verify: VerifyMode | None = None,
         timeout_s: float | None = None,
+        only: Collection[str] = (),
     ) -> SyncResult:
         """Publish the current weights as version ``number`` and hold until every engine is done with it.
 
@@ -137,8 +138,12 @@ class WeightWriter:
             quorum: engines that must commit; by default all that were live when the last rank called.
             verify: overrides the configured mode for this version.
             timeout_s: overrides the configured limit for this version.
+            only: a partial update: names or patterns (``model.layers.3.*``) of the tensors that may have changed
+                since the last call; the same on every rank. Engines that serve the version of that call get only
+                these, others everything; the digest covers the whole model either way.
 
         Raises:
+            ConfigError: a pattern in ``only`` matches no tensor.
             Fenced: the number is not new, or another run of the trainer has taken over.
             SyncFailed: fewer engines than the quorum committed; ``failed`` says why each did not.
             SyncTimeout: the outcome could not be learned within the limit; names who was waited for.
@@ -146,7 +151,7 @@ class WeightWriter:
         begun = time.monotonic()
         limit = timeout_s if timeout_s is not None else self.config.sync_timeout_s
         self._leases.check(self._process.incarnation)
-        self._announce(number, limit, verify or self.config.verify)
+        self._announce(number, limit, verify or self.config.verify, check_patterns(only, self._manifest))
         view = self._wait(number, lambda sync: sync.state != "gathering", limit, "the other writer ranks")
         sync = _sync_of(view, number)
         if sync.state == "open":
@@ -155,17 +160,17 @@ class WeightWriter:
             view = self._wait(number, lambda sync: sync.state == "done", sync.remaining_s, what)
         return self._result(_sync_of(view, number), quorum, time.monotonic() - begun)
 
-    def _announce(self, number: int, limit: float, verify: VerifyMode) -> None:
+    def _announce(self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...]) -> None:
         incarnation = self._process.incarnation
         try:
-            self._client.announce(incarnation, number, timeout_s=limit, verify=verify)
+            self._client.announce(incarnation, number, timeout_s=limit, verify=verify, only=only)
         except Refused as error:
             if error.code != "unknown":
                 raise
             # The meta server was restarted and this rank's lease is not renewed yet.
             self._client.join_writer(self._info())
             self._wait_for_run()
-            self._client.announce(incarnation, number, timeout_s=limit, verify=verify)
+            self._client.announce(incarnation, number, timeout_s=limit, verify=verify, only=only)
 
     def _wait(self, number: int, ready: Callable[[SyncView], bool], limit: float, what: str) -> JobView:
         def reached(view: JobView) -> JobView | None:
@@ -202,7 +207,7 @@ class WeightWriter:
             session = self._session(engine, view, sync, sources, deadline)
             if session is None:
                 return
-            session.send(progress, deadline)
+            session.send(progress, deadline, sync.only if sync.engines[engine].partial else ())
             self._publish_digests(engine, sync, sources, digests)
         except Exception as error:
             logger.exception("writer rank %d could not serve engine %s", self.rank, engine)

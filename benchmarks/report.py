@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -96,7 +97,10 @@ def _table(bench: str, result: Result) -> Table:
 
 
 def machine() -> str:
-    """A short description of this machine's processor, without its name: ``cpu-2core-epyc``."""
+    """A short description of this machine, without its name: its GPUs if it has any, or ``cpu-2core-epyc``."""
+    if torch.cuda.is_available():
+        gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower())
+        return f"{gpu}-x{torch.cuda.device_count()}"
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     found = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     model = found.group(1).lower() if found else ""
@@ -105,13 +109,13 @@ def machine() -> str:
 
 
 def _commit() -> str:
-    """The commit that was measured, with ``+`` when the tree differs from it."""
+    """The commit that was measured, with ``+`` when the tree differs; ``BENCH_COMMIT`` where there is no git."""
     where = Path(__file__).parent.parent
     try:
         head = _git(where, "rev-parse", "--short=12", "HEAD")
         changed = _git(where, "status", "--porcelain", "--untracked-files=no", "--", "awex_core", "benchmarks/*.py")
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return os.environ.get("BENCH_COMMIT", "unknown")
     return head + ("+" if changed else "")
 
 

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -193,9 +193,11 @@ class MetaClient:
 
     # One sync
 
-    def announce(self, incarnation: str, number: int, *, timeout_s: float, verify: str) -> None:
+    def announce(
+        self, incarnation: str, number: int, *, timeout_s: float, verify: str, only: Sequence[str] = ()
+    ) -> None:
         """This writer rank has reached version ``number``; the outcome comes through ``wait_for``."""
-        message = Announce(incarnation=incarnation, number=number, timeout_s=timeout_s, verify=verify)
+        message = Announce(incarnation=incarnation, number=number, timeout_s=timeout_s, verify=verify, only=list(only))
         # A version may be done before a lost reply is asked for again: the key tells a repeat from a second one.
         self._post(message, Ok, headers={"idempotency-key": uuid.uuid4().hex})
 

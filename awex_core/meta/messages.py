@@ -102,6 +102,8 @@ class EngineSync(_Message, frozen=True):
     reason: str = ""
     figures: dict[str, float] = {}
     reported: list[int] = []
+    partial: bool = False
+    """Whether it holds the base of a partial update, and so gets only what has changed."""
 
 
 class SyncView(_Message, frozen=True):
@@ -119,6 +121,9 @@ class SyncView(_Message, frozen=True):
     verify: str
     remaining_s: float
     reason: str = ""
+    only: list[str] = []
+    """Patterns of the tensors that may differ from those of version ``base``; none: all may."""
+    base: Version = INITIAL
 
 
 class JobView(_Message, frozen=True):
@@ -207,6 +212,7 @@ class Announce(_Message, frozen=True):
     number: int
     timeout_s: float
     verify: str
+    only: list[str] = []
 
 
 class PublishDigest(_Message, frozen=True):

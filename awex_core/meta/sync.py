@@ -12,6 +12,7 @@ from awex_core.meta.engines import Engine
 from awex_core.meta.limits import MAX_REASON
 from awex_core.meta.members import describe
 from awex_core.meta.messages import (
+    Announce,
     EngineOutcome,
     EngineSync,
     PublishDigest,
@@ -25,7 +26,7 @@ from awex_core.meta.messages import (
     WriterInfo,
 )
 from awex_core.meta.pulse import Pulse
-from awex_core.version import Version
+from awex_core.version import INITIAL, Version
 
 TERMINAL: frozenset[EngineOutcome] = frozenset({"committed", "failed"})
 
@@ -39,6 +40,9 @@ class Sync:
 
     version: Version
     verify: str
+    only: tuple[str, ...]
+    base: Version | None
+    """The version before it in this epoch, which an engine must serve to be sent ``only`` some tensors."""
     timeout_s: float
     deadline: float
     world: int
@@ -60,6 +64,8 @@ class Sync:
             engines={name: self._shown(name) for name in self.parts},
             digests={layout: dict(parts) for layout, parts in self.digests.items()},
             verify=self.verify,
+            only=list(self.only),
+            base=self.base or INITIAL,
             remaining_s=0.0 if self.state == "done" else max(0.0, self.deadline - now),
             reason=self.reason,
         )
@@ -77,14 +83,18 @@ class Sync:
 
     # From gathering to done
 
-    def arrive(self, rank: int, verify: str, now: float) -> None:
+    def arrive(self, rank: int, message: Announce, now: float) -> None:
         """A writer rank is here; the version opens with the last one."""
-        if verify != self.verify:
-            raise Refused(
-                "invalid",
-                f"writer rank {rank} asks for verify={verify!r}, ranks {sorted(self.arrived)}"
-                f" asked for {self.verify!r}; all ranks must ask for the same",
-            )
+        for name, theirs, ours in (
+            ("verify", message.verify, self.verify),
+            ("only", sorted(message.only), sorted(self.only)),
+        ):
+            if theirs != ours:
+                raise Refused(
+                    "invalid",
+                    f"writer rank {rank} asks for {name}={theirs!r}, ranks {sorted(self.arrived)}"
+                    f" asked for {ours!r}; all ranks must ask for the same",
+                )
         if rank in self.arrived:
             return
         self.arrived.add(rank)
@@ -101,7 +111,8 @@ class Sync:
                 reason = f"it refuses the trainer's model: {engine.reason}"
                 self.parts[name] = EngineSync(outcome="failed", generation=engine.generation, reason=reason)
             elif engine.live:
-                self.parts[name] = EngineSync(outcome="pending", generation=engine.generation)
+                partial = bool(self.only) and engine.state == "ready" and engine.version == self.base
+                self.parts[name] = EngineSync(outcome="pending", generation=engine.generation, partial=partial)
         self._settle()
 
     def _settle(self) -> None:

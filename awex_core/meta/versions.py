@@ -53,7 +53,7 @@ class Versions:
         if sync is None or sync.version != Version(self.epoch, message.number) or sync.repeats(rank):
             self._check_newer(message.number)
             sync = self._gather(message, rank, run, now)
-        sync.arrive(rank, message.verify, now)
+        sync.arrive(rank, message, now)
 
     def on_its_way(self, version: Version) -> Sync | None:
         """``version``, as long as no newer one has been announced."""
@@ -89,11 +89,15 @@ class Versions:
     def _gather(self, message: Announce, rank: int, run: Run, now: float) -> Sync:
         """Start a version. A rank that goes on no longer holds the earlier one's weights, so that one ends."""
         version = Version(self.epoch, message.number)
+        # What a partial update builds on is what the trainer published last; another epoch's is another trainer's.
+        base = self.sync.version if self.sync is not None and self.sync.version.epoch == self.epoch else None
         self.end(f"writer rank {rank} went on to version {version}")
         self._last_number = message.number
         self.sync = Sync(
             version=version,
             verify=message.verify,
+            only=tuple(message.only),
+            base=base,
             timeout_s=message.timeout_s,
             deadline=now + message.timeout_s,
             world=run.world,

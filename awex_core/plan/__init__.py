@@ -3,6 +3,7 @@
     index_sources   all writer ranks' layouts -> disjoint cells and who holds each
     plan_copies     cells x one destination's shards -> copies, proved complete
     lower_copies    copies -> strided descriptors per source, adjacent ones merged
+    select_tensors  descriptors -> those that a partial update needs
 
 Each rank computes only its own part; ``fingerprint`` lets both ends of a pair
 check that they computed the same.
@@ -11,13 +12,16 @@ check that they computed the same.
 from awex_core.plan.cells import SourceIndex, index_sources
 from awex_core.plan.copies import CopyTable, plan_copies, unused_tensors
 from awex_core.plan.program import CopyProgram, lower_copies
+from awex_core.plan.select import check_patterns, select_tensors
 
 __all__ = [
     "CopyProgram",
     "CopyTable",
     "SourceIndex",
+    "check_patterns",
     "index_sources",
     "lower_copies",
     "plan_copies",
+    "select_tensors",
     "unused_tensors",
 ]

@@ -55,7 +55,7 @@ PATIENCE_S = 120.0
 class CheckpointSlice:
     """One rank's rows of every tensor of a checkpoint, in memory that stays. Rank 0 holds what is too short to cut."""
 
-    def __init__(self, checkpoint: Path, rank: int, world: int) -> None:
+    def __init__(self, checkpoint: Path, rank: int, world: int, device: str = "cpu") -> None:
         self.rank, self.world = rank, world
         self.manifest: list[CanonicalTensor] = []
         self._parts: dict[str, tuple[int, torch.Tensor]] = {}
@@ -63,7 +63,7 @@ class CheckpointSlice:
             self.manifest.append(_canonical(name, tensor))
             begin, rows = self._rows(tensor)
             if rows.numel():
-                self._parts[name] = begin, rows.clone()
+                self._parts[name] = begin, rows.to(device, copy=True)
 
     def _rows(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
         if not tensor.dim() or len(tensor) < self.world:
@@ -113,9 +113,9 @@ def _canonical(name: str, tensor: torch.Tensor) -> CanonicalTensor:
 class _Rank:
     """What one rank does when told; a method is a command."""
 
-    def __init__(self, checkpoint: Path, rank: int, world: int) -> None:
+    def __init__(self, checkpoint: Path, rank: int, world: int, device: str) -> None:
         self._config = SyncConfig.from_env()
-        self._slice = CheckpointSlice(checkpoint, rank, world)
+        self._slice = CheckpointSlice(checkpoint, rank, world, device)
         self._writer: WeightWriter | None = None
 
     @property
@@ -158,7 +158,7 @@ class _Rank:
 def main() -> None:
     """Join, then answer commands until standard input ends. An error is an answer, not the end."""
     args = _arguments()
-    rank = _Rank(args.checkpoint, args.rank, args.world)
+    rank = _Rank(args.checkpoint, args.rank, args.world, args.device)
     try:
         _answer({"ok": rank.join(args.run, args.omit)})
         for line in sys.stdin:
@@ -178,6 +178,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, help="folder with safetensors files")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="where the weights lie: cpu, cuda, cuda:1 ...")
     parser.add_argument("--run", default="", help="a name for this run, new each time and the same for all its ranks")
     parser.add_argument("--omit", action="append", default=[], metavar="NAME", help="a tensor to leave out")
     args = parser.parse_args()
@@ -277,7 +278,14 @@ class CheckpointTrainer:
     """All ranks of such a trainer, as processes. They have joined once it is made."""
 
     def __init__(
-        self, checkpoint: Path, folder: Path, env: Mapping[str, str], *, world: int = 1, omit: Collection[str] = ()
+        self,
+        checkpoint: Path,
+        folder: Path,
+        env: Mapping[str, str],
+        *,
+        world: int = 1,
+        omit: Collection[str] = (),
+        device: str = "cpu",
     ) -> None:
         """Start them.
 
@@ -287,13 +295,14 @@ class CheckpointTrainer:
             env: what the ranks need to find the meta server, besides this process's own environment.
             world: how many ranks.
             omit: tensors to leave out.
+            device: where the ranks keep their weights.
 
         Raises:
             TrainerError: some rank did not start or could not join.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.run = uuid.uuid4().hex
-        shared = ["--world", str(world), "--run", self.run, *(f"--omit={name}" for name in omit)]
+        shared = ["--world", str(world), "--run", self.run, "--device", device, *(f"--omit={name}" for name in omit)]
         self.ranks: list[TrainerRank] = []
         try:
             for rank in range(world):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from awex_core.config import SyncConfig
-from awex_core.errors import Fenced, MetaServerError, SyncFailed, SyncTimeout
+from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout
 from awex_core.layout.live import ShardCollector
 from awex_core.meta.server import MetaServer
 from awex_core.session import ReaderSession
@@ -244,6 +244,105 @@ def test_verify_modes(config: SyncConfig, loop: Loop, make_trainer: Callable[...
     share = figures["verified_nbytes"] / figures["moved_nbytes"]
     assert (share == 1) if verify == "full" else (share == 0) if verify == "off" else (0 < share < 1)
     assert holds(engine, trainer.weights)
+
+
+# Partial updates
+
+
+def change(trainer: Trainer, *names: str) -> None:
+    """New values for some tensors, on all ranks."""
+    for name in names:
+        trainer.weights[name] = trainer.weights[name] + 1.0
+        for share in trainer.shares:
+            begin, part = share[name]
+            part.copy_(trainer.weights[name][begin : begin + len(part)])
+
+
+def publish(trainer: Trainer, number: int, **options: Any) -> SyncResult:
+    """Write what the trainer holds."""
+    results = [future.result(60) for future in trainer.start(number, **options)]
+    return results[0]
+
+
+@pytest.mark.parametrize("transport", ["shm", "nccl"])
+def test_a_partial_update_moves_only_what_has_changed(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], transport: Any
+) -> None:
+    config = replace(config, transport=transport)
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer(config=config)
+    whole = trainer.write(1).figures["e"]
+    for number in (2, 3, 4):
+        changed = ["model.up.weight"] if number < 4 else ["model.down.weight"]
+        change(trainer, *changed)
+        figures = publish(trainer, number, only=changed).figures["e"]
+        moved = sum(trainer.weights[name].numel() * 4 for name in changed)
+        assert figures["moved_nbytes"] == moved < whole["moved_nbytes"]
+        assert figures["verified_nbytes"] == whole["verified_nbytes"], "the digest covers the whole model"
+        assert holds(engine, trainer.weights)
+    change(trainer, "model.gate.weight", "model.up.weight")
+    assert publish(trainer, 5, only=["*.[gu]*.weight"]).committed == ("e",)
+    assert holds(engine, trainer.weights)
+
+
+def test_an_engine_that_missed_the_base_gets_everything(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    first = loop.engine("first", 1, config)
+    trainer = make_trainer()
+    assert publish(trainer, 1, only=["model.up.weight"]).committed == ("first",)  # there is nothing to build on
+    assert holds(first, trainer.weights)
+    late = loop.engine("late", 1, config)
+    change(trainer, "model.up.weight")
+    figures = publish(trainer, 2, only=["model.up.weight"]).figures
+    assert figures["late"]["moved_nbytes"] > figures["first"]["moved_nbytes"]
+    assert holds(first, trainer.weights) and holds(late, trainer.weights)
+    late.models[0].on_finish = fail_to_finish  # torn: it no longer holds any version
+    change(trainer, "model.up.weight")
+    with pytest.raises(SyncFailed):
+        publish(trainer, 3, only=["model.up.weight"])
+    late.models[0].on_finish = None
+    change(trainer, "model.down.weight")
+    figures = publish(trainer, 4, only=["model.down.weight"]).figures
+    assert figures["late"]["moved_nbytes"] > figures["first"]["moved_nbytes"]
+    assert holds(first, trainer.weights) and holds(late, trainer.weights)
+
+
+def fail_to_finish() -> None:
+    raise RuntimeError("no room")
+
+
+def test_a_partial_update_of_too_little_is_not_served(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    """What was left out has changed too: one-sided, the engine pulls everything once more; else it is torn."""
+    config = replace(config, transport="nccl")
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer(config=config)
+    trainer.write(1)
+    change(trainer, "model.up.weight", "model.down.weight")
+    with pytest.raises(SyncFailed, match="digest"):
+        publish(trainer, 2, only=["model.up.weight"])
+    eventually(lambda: engine.controller.state == "torn")
+    assert publish(trainer, 3, only=["model.up.weight"]).committed == ("e",)
+    assert holds(engine, trainer.weights)
+
+
+def test_patterns_must_fit_the_model_and_be_the_same_on_all_ranks(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    loop.engine("e", 1, config)
+    trainer = make_trainer()
+    with pytest.raises(ConfigError, match=r"no tensor of the model matches model\.side"):
+        trainer.writers[0].write_weights(1, only=["model.side.*"])
+    with pytest.raises(ConfigError, match="is a string"):
+        trainer.writers[0].write_weights(1, only="model.up.weight")
+    calls = [
+        trainer._pool.submit(writer.write_weights, 1, only=[name], timeout_s=3)
+        for writer, name in zip(trainer.writers, ("model.up.weight", "model.down.weight"), strict=True)
+    ]
+    faults = [str(call.exception(60)) for call in calls]
+    assert any("all ranks must ask for the same" in fault for fault in faults), faults
 
 
 # Versions and epochs

@@ -19,6 +19,10 @@ def awex_modules() -> list[str]:
     return sorted(name for name in sys.modules if name.split(".")[0] in ours)
 
 
+DERIVED = ("W_UK_T", "W_UV")
+"""What vLLM's latent attention computes from ``kv_b_proj``."""
+
+
 class DumpExtension:
     """Methods added to vLLM's worker class; called by name through ``collective_rpc``."""
 
@@ -30,7 +34,8 @@ class DumpExtension:
 
         vLLM's CPU linears may compute from packed copies that no parameter
         shows, so what they compute on a fixed input is written too, as
-        ``<module>.@output``.
+        ``<module>.@output``. What multi-head latent attention derives from its
+        weights may be plain attributes; these are written like buffers.
         """
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -40,8 +45,19 @@ class DumpExtension:
         for name, module in model.named_modules():
             if hasattr(module, "cpu_linear"):
                 tensors[f"{name}.@output"] = _output(module)
+            for attribute in DERIVED:
+                if isinstance(derived := module.__dict__.get(attribute), torch.Tensor):
+                    tensors[f"{name}.{attribute}"] = derived.detach().cpu().contiguous().clone()
         save_file(tensors, path / f"worker{self.rank}.safetensors")
         return len(tensors)
+
+    def tensor_addresses(self) -> dict[str, int]:
+        """Where every parameter, buffer and derived tensor lies; CUDA graphs go on reading there."""
+        model = self.model_runner.get_model()
+        named = [*model.named_parameters(), *model.named_buffers()]
+        for name, module in model.named_modules():
+            named += [(f"{name}.{attribute}", module.__dict__.get(attribute)) for attribute in DERIVED]
+        return {name: tensor.data_ptr() for name, tensor in named if isinstance(tensor, torch.Tensor)}
 
     def awex_modules(self) -> list[str]:
         """Modules of ours that this worker has loaded."""

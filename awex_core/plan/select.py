@@ -1,0 +1,60 @@
+"""Which tensors a partial update moves. Both ends compute the same from the names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from awex_core.errors import ConfigError
+from awex_core.layout.layout import CanonicalTensor
+from awex_core.plan.program import CopyProgram
+
+
+def check_patterns(only: Collection[str], tensors: Sequence[CanonicalTensor]) -> tuple[str, ...]:
+    """The patterns, sorted, each once.
+
+    Args:
+        only: globs over canonical names, as in ``fnmatch.fnmatchcase``; none selects everything.
+        tensors: the model.
+
+    Raises:
+        ConfigError: a pattern matches no tensor.
+    """
+    if isinstance(only, str):
+        raise ConfigError(f"only={only!r} is a string; give a list of names or patterns, such as [{only!r}]")
+    unmatched = [pattern for pattern in only if not any(fnmatchcase(tensor.name, pattern) for tensor in tensors)]
+    if unmatched:
+        some = ", ".join(tensor.name for tensor in tensors[:3])
+        raise ConfigError(f"no tensor of the model matches {', '.join(unmatched)}; its names are like {some}")
+    return tuple(sorted(set(only)))
+
+
+def select_tensors(
+    programs: Mapping[int, CopyProgram],
+    tensors: Mapping[int, Sequence[CanonicalTensor]],
+    only: Collection[str],
+    always: Mapping[int, Collection[str]],
+) -> dict[int, CopyProgram]:
+    """The descriptors of some tensors.
+
+    Args:
+        programs: by the peer's rank.
+        tensors: the destination layout's tensors, by the same rank.
+        only: patterns, at least one.
+        always: names that come with every update, by the same rank.
+    """
+    return {
+        peer: program.take(_wanted(tensors[peer], only, always[peer])[program.tensor])
+        for peer, program in programs.items()
+    }
+
+
+def _wanted(
+    tensors: Sequence[CanonicalTensor], only: Collection[str], always: Collection[str]
+) -> np.typing.NDArray[np.bool_]:
+    return np.asarray(
+        [tensor.name in always or any(fnmatchcase(tensor.name, pattern) for pattern in only) for tensor in tensors],
+        dtype=bool,
+    )

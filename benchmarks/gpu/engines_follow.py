@@ -1,0 +1,202 @@
+"""Real engines on GPUs, with CUDA graphs: updated in place, and compared with engines that loaded the same checkpoint.
+
+    python -m benchmarks.gpu.engines_follow [vllm|sglang] [CASE ...]
+
+Two GPUs of one host: trainers and reference engines on the first, the engines
+under test on the second. All cases run at the same time; each has its own job.
+Per case a trainer publishes two versions to a running server, and then every
+parameter, every derived tensor and greedy tokens must equal those of a server
+without awex that was started on the last checkpoint; no tensor may have moved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from awex_core.meta.server import MetaServer
+from awex_core.testing.checkpoint_trainer import CheckpointTrainer
+from benchmarks.report import Figure, finish
+from tests.support.compare import compare_dumps
+from tests.support.jobs import EngineServer, completion_body, read_completion
+from tests.support.lines import ROOT
+from tests.support.tiny_models import make_model
+
+START_LIMIT_S = 330.0
+PROMPT = list(b"The weights that answer now are those the trainer holds now, and none of the ones before. " * 4)
+
+# Sizes that the CUDA kernels take: FP8 wants multiples of 16, latent attention its usual widths.
+WIDE = {"hidden_size": 512, "intermediate_size": 1024}
+MOE = {**WIDE, "moe_intermediate_size": 256}
+LATENT = {
+    **MOE,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 256,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine: the model it serves, and flags besides."""
+
+    name: str
+    kind: str
+    sizes: dict[str, Any]
+    flags: dict[str, Sequence[str]] = field(default_factory=dict)
+
+
+CASES = [
+    Case("qwen3", "qwen3", WIDE),
+    Case("qwen3_moe", "qwen3-moe", MOE),
+    Case("deepseek_mla", "deepseek", LATENT),
+    Case("qwen3_moe_fp8", "qwen3-moe", MOE, {"vllm": ["--quantization", "fp8"], "sglang": ["--quantization", "fp8"]}),
+]
+
+
+class VllmOnGpu(EngineServer):
+    """``vllm serve``, of any release that runs."""
+
+    def __init__(self, case: Case, model: Path, folder: Path, gpu: int, env: dict[str, str], *, follow: bool) -> None:
+        args = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m"]
+        args += ["--dtype", "bfloat16", "--max-model-len", "1024", "--seed", "0", "--gpu-memory-utilization", "0.1"]
+        args += ["--kv-cache-memory-bytes", str(1 << 30), *case.flags.get("vllm", ())]
+        args += ["--worker-extension-cls", "tests.support.engine_dump.DumpExtension"]
+        if follow:
+            args += ["--weight-sync-backend=awex", "--weight-sync-job", case.name, "--weight-sync-engine", "vllm"]
+        variables = (
+            os.environ
+            | env
+            | {
+                "CUDA_VISIBLE_DEVICES": str(gpu),
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_USE_FLASHINFER_SAMPLER": "0",
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            }
+        )
+        super().__init__(args, variables, folder / "engine.log", START_LIMIT_S, wait=False)
+
+    def complete(self, max_tokens: int = 16) -> list[float]:
+        """Log probabilities of a greedy completion."""
+        response = self._http.post("/v1/completions", json=completion_body(PROMPT, max_tokens))
+        return list(read_completion(response)["logprobs"])
+
+    def dump(self, folder: Path) -> None:
+        """Have the worker write its tensors."""
+        self._ask("dump_tensors", str(folder))
+
+    def addresses(self) -> dict[str, int]:
+        """Where its tensors lie."""
+        return dict(self._ask("tensor_addresses")[0])
+
+    def _ask(self, method: str, *args: str) -> list[Any]:
+        response = self._http.post("/collective_rpc", json={"method": method, "args": list(args)})
+        response.raise_for_status()
+        return list(response.json()["results"])
+
+
+ENGINES = {"vllm": VllmOnGpu}
+
+
+@dataclass
+class Outcome:
+    """What one case found."""
+
+    case: Case
+    equal: int = 0
+    total: int = 0
+    faults: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def run_case(engine: str, case: Case, folder: Path, meta: dict[str, str]) -> Outcome:
+    """One case from start to comparison. Every fault is kept, none is raised."""
+    outcome = Outcome(case)
+    server: VllmOnGpu | None = None
+    env = meta | {"AWEX_JOB": case.name}
+    try:
+        models = [make_model(folder / f"seed{s}", case.kind, seed=s, **case.sizes) for s in range(3)]
+        with ExitStack() as stack:
+            start = ENGINES[engine]
+            server = stack.enter_context(closing(start(case, models[0], folder / "live", 1, env, follow=True)))
+            fresh = stack.enter_context(closing(start(case, models[2], folder / "fresh", 0, {}, follow=False)))
+            server.wait(START_LIMIT_S)
+            before, places = server.complete(), server.addresses()
+            trainer_env = env | {"CUDA_VISIBLE_DEVICES": "0"}
+            trainer = stack.enter_context(
+                closing(CheckpointTrainer(models[1], folder / "trainer", trainer_env, device="cuda"))
+            )
+            first = trainer.publish(1)
+            middle = server.complete()
+            trainer.load(models[2])
+            result = trainer.publish(2)
+            (outcome.figures,) = result["figures"].values()
+            after = server.complete()
+            if not before != middle != after != before:
+                outcome.faults.append("answers did not change with the versions")
+            moved = [name for name, address in server.addresses().items() if places.get(name) != address]
+            outcome.faults += [f"{name} has moved" for name in moved]
+            fresh.wait(START_LIMIT_S)
+            if after != fresh.complete():
+                outcome.faults.append(f"log probabilities differ: {after[:4]} {fresh.complete()[:4]}")
+            server.dump(folder / "found")
+            fresh.dump(folder / "expected")
+            comparison = compare_dumps(folder / "found", folder / "expected")
+            outcome.equal, outcome.total = comparison.equal, comparison.total
+            outcome.faults += comparison.differences[:10]
+            outcome.figures["first_sync_s"] = first["seconds"]
+            outcome.figures["second_sync_s"] = result["seconds"]
+    except Exception as error:  # noqa: BLE001 - a case that fails is a row in the table
+        outcome.faults.append(f"{type(error).__name__}: {str(error)[-3000:]}")
+        traceback.print_exc()
+        for log in sorted(folder.glob("*/*.log")):
+            print(f"--- {log}\n{log.read_text(errors='replace')[-5000:]}", flush=True)
+    return outcome
+
+
+def main() -> None:
+    """Run the cases; exits non-zero when one is not bit-equal."""
+    engine = sys.argv[1] if len(sys.argv) > 1 else "vllm"
+    chosen = [case for case in CASES if case.name in sys.argv[2:] or len(sys.argv) < 3]
+    folder = Path(tempfile.mkdtemp(prefix="follow-"))
+    begun = time.monotonic()
+    token = os.urandom(16).hex()
+    with MetaServer(token) as meta, ThreadPoolExecutor(len(chosen)) as pool:
+        members = {"AWEX_META_SERVER": meta.address, "AWEX_TOKEN": token}
+        running = [pool.submit(run_case, engine, case, folder / case.name, members) for case in chosen]
+        outcomes = [future.result() for future in running]
+    figures = []
+    for outcome in outcomes:
+        name = f"{engine}_{outcome.case.name}"
+        share = outcome.equal / max(outcome.total, 1) if not outcome.faults else 0.0
+        note = f"{outcome.equal} of {outcome.total} tensors bit-equal"
+        figures.append(Figure(f"{name}_bit_equal", share, 1.0, "higher", "", "; ".join([note, *outcome.faults])[:600]))
+        for key, unit in (("pause_s", "s"), ("second_sync_s", "s"), ("loader_path_nbytes", "B"), ("moved_nbytes", "B")):
+            if key in outcome.figures:
+                figures.append(Figure(f"{name}_{key}", outcome.figures[key], None, "lower", unit))
+    result = finish(f"gpu_follow_{engine}", figures, Console(width=180))
+    print(json.dumps([figure.name for figure in result.figures if figure.failed]), f"{time.monotonic() - begun:.0f} s")
+    sys.exit(any(figure.failed for figure in result.figures))
+
+
+if __name__ == "__main__":
+    main()
