@@ -21,6 +21,7 @@ _NAMES = {
     "AWEX_SYNC_TIMEOUT": "sync_timeout_s",
     "AWEX_CONNECT_TIMEOUT": "connect_timeout_s",
     "AWEX_BUCKET_BYTES": "bucket_nbytes",
+    "AWEX_CATCH_UP": "catch_up",
 }
 
 
@@ -44,6 +45,8 @@ class SyncConfig:
     """Longest time to wait for an answer of the meta server."""
     bucket_nbytes: int = 256 << 20
     """Size of one staging bucket of packed transports."""
+    catch_up: bool = True
+    """Whether an engine that is behind takes a newer version from another engine, between the trainer's."""
 
     def __post_init__(self) -> None:
         host, _, port = self.meta_server.rpartition(":")
@@ -71,6 +74,8 @@ class SyncConfig:
         for name in ("sync_timeout_s", "connect_timeout_s", "bucket_nbytes"):
             if name in values:
                 values[name] = _number(name, values[name], int if name == "bucket_nbytes" else float)
+        if "catch_up" in values:
+            values["catch_up"] = _switch("catch_up", values["catch_up"])
         values |= {name: value for name, value in given.items() if value is not None}
         if "meta_server" not in values:
             raise ConfigError("no meta server: pass --weight-sync-meta-server HOST:PORT or set AWEX_META_SERVER")
@@ -82,6 +87,11 @@ class SyncConfig:
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def _switch(name: str, text: str) -> bool:
+    _check_choice(name, text, ("on", "off"))
+    return text == "on"
 
 
 def _number(name: str, text: str, kind: type[int] | type[float]) -> float:

@@ -67,6 +67,8 @@ class EngineController:
         self._leases: LeaseKeeper | None = None
         self._prepared = ""
         self._paused = False
+        self._lent: set[int] = set()
+        self._given_up: set[Version] = set()
 
     async def start(self) -> None:
         """Join the job and have the workers join.
@@ -142,12 +144,57 @@ class EngineController:
             await self._follow(view)
             return
         await self._prepare(view)
+        await self._lend(view)
         sync = view.sync
         if sync is None or sync.state != "open" or sync.version <= self.version:
+            await self._catch_up(view)
             return
         mine = sync.engines.get(self.engine)
         if mine is not None and mine.outcome == "pending":
             await self._update(sync)
+
+    # From engine to engine
+
+    async def _lend(self, view: JobView) -> None:
+        """Another engine takes this one's weights: have the workers offer them."""
+        for target, copy in view.copies.items():
+            mine = copy.source == self.engine and copy.sync.state == "gathering" and self.state == "ready"
+            if mine and copy.number not in self._lent:
+                self._lent.add(copy.number)
+                await self._within(copy.sync.remaining_s, self._host.lend(target), "the workers to lend")
+
+    async def _catch_up(self, view: JobView) -> None:
+        """Take the version of an engine that is ahead, while the trainer publishes nothing."""
+        ahead = [
+            engine.version
+            for engine in view.engines.values()
+            if engine.live and engine.state == "ready" and engine.version > self.version
+        ]
+        if not ahead or not self.config.catch_up or self.state not in ("ready", "torn") or max(ahead) in self._given_up:
+            return
+        self._given_up.add(max(ahead))  # the next version comes from the trainer, or from an engine that has that
+        limit_s, verify = self.config.sync_timeout_s, self.config.verify
+        incarnation = self._process.incarnation
+        try:
+            await self._call(lambda: self._client.ask_copy(incarnation, timeout_s=limit_s, verify=verify))
+            sync = await self._call(self._wait_for_copy)
+        except AwexError as error:
+            logger.info("awex: engine %s cannot take version %s from another: %s", self.engine, max(ahead), error)
+            return
+        if sync is not None:
+            await self._update(sync)
+
+    def _wait_for_copy(self) -> SyncView | None:
+        """The copy, once all workers of its source lend; None when it has ended before."""
+
+        def opened(view: JobView) -> tuple[SyncView | None] | None:
+            copy = view.copies.get(self.engine)
+            if copy is None or copy.sync.state == "done":
+                return (None,)
+            return (copy.sync,) if copy.sync.state == "open" else None
+
+        what = "another engine's workers to lend their weights"
+        return self._client.wait_for(opened, timeout_s=self.config.sync_timeout_s, what=what)[0]
 
     async def _follow(self, view: JobView) -> None:
         """Another process controls this engine: show its state, stand ready to take over."""
@@ -165,7 +212,8 @@ class EngineController:
         await self._host.prepare()
         now = await self._call(self._client.watch)
         seen = now.engines.get(self.engine)
-        refused = refusals(now, seen) if seen is not None else []
+        manifest = now.writers[0].manifest if now.writers else ""
+        refused = refusals(manifest, seen) if seen is not None else []
         if refused:
             reason = "; ".join(refused)
             logger.error("awex: engine %s refuses the trainer's model: %s", self.engine, reason)
@@ -252,11 +300,19 @@ class EngineController:
         return self._failure_in(await self._call(self._client.watch), version)
 
     def _failure_in(self, view: JobView, version: Version) -> str:
-        sync = view.sync
-        if sync is None or sync.version != version or self.engine not in sync.engines:
+        sync = self._sync_in(view, version)
+        if sync is None:
             return f"version {version} is no longer being published"
         mine = sync.engines[self.engine]
         return (mine.reason or "it failed") if mine.outcome == "failed" else ""
+
+    def _sync_in(self, view: JobView, version: Version) -> SyncView | None:
+        """A version on its way into this engine, from another one or from the trainer."""
+        copy = view.copies.get(self.engine)
+        for sync in (copy.sync if copy is not None else None, view.sync):
+            if sync is not None and sync.version == version and self.engine in sync.engines:
+                return sync
+        return None
 
     def _await_workers(self, version: Version, limit_s: float) -> str:
         """Wait until every worker holds the version; returns why one does not, or nothing.
@@ -265,10 +321,10 @@ class EngineController:
         """
 
         def settled(view: JobView) -> str | None:
-            failure = self._failure_in(view, version)
-            if failure or view.sync is None:
+            failure, sync = self._failure_in(view, version), self._sync_in(view, version)
+            if failure or sync is None:
                 return failure
-            held = view.sync.engines[self.engine].reported
+            held = sync.engines[self.engine].reported
             return "" if all(worker.rank in held for worker in view.engines[self.engine].workers) else None
 
         what = f"all workers of engine {self.engine} to report version {version}"

@@ -6,6 +6,7 @@ are called by ``WeightReader``, in this order::
     trace(manifest)                once per trainer model; may be repeated
     begin() -> Memory              once per version, after ``trace``, before the first byte
     finish() | abort()             once per version: after all bytes are verified, or after a failure
+    lend() -> Memory               at any time between versions, after ``trace``
 
 ``EngineHost`` is one engine, as its controller sees it: pausing, telling all
 workers, resuming. Its methods are called by ``EngineController``; see there.
@@ -75,6 +76,12 @@ class WorkerModel(Protocol):
     def begin(self) -> Memory:
         """The memory behind the traced layout; allocates what loader-path modules need."""
 
+    def lend(self) -> Memory:
+        """The same memory outside an update, for others to read; nothing in it changes by that.
+
+        Called only when the traced model stages nothing.
+        """
+
     def finish(self) -> None:
         """All bytes are in place: finish loader-path modules and refresh what is derived from weights."""
 
@@ -90,6 +97,9 @@ class EngineHost(Protocol):
 
         Requests keep running.
         """
+
+    async def lend(self, target: str) -> None:
+        """Have every worker begin to lend its weights to engine ``target``. Requests keep running."""
 
     async def connect(self, version: Version) -> None:
         """Have every worker plan and connect for ``version``. Requests keep running; workers report failures."""

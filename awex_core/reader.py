@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,9 +28,10 @@ from awex_core.engine import TracedModel, WorkerModel
 from awex_core.errors import AwexError, MetaServerError, PlanError, SyncTimeout, TransferError, VerifyError, list_faults
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_manifest, encode_layout
+from awex_core.lender import Lender, copy_key
 from awex_core.meta.client import LeaseKeeper, MetaClient
-from awex_core.meta.messages import EngineView, JobView, SyncView, WorkerInfo
-from awex_core.plan import SourceIndex, index_sources
+from awex_core.meta.messages import EngineView, JobView, SyncView, WorkerInfo, WriterInfo
+from awex_core.plan import SourceIndex, check_precision, index_sources
 from awex_core.process import this_process
 from awex_core.session import LayoutCache, ReaderSession, SessionKey, check_complete, has_traced, refusals
 from awex_core.transfer.base import Deadline, Progress
@@ -39,8 +43,20 @@ _MAX_REASON = 4000
 _SEEN_S = 5.0
 """How long a version that the controller has seen may take to be seen here."""
 
+_LENDING_S = 5.0
+"""How long leaving the job waits for an engine that takes this worker's weights."""
+
 _SIBLINGS_S = 5.0
 """How long joining waits for the engine's other workers to have traced."""
+
+
+@dataclass(frozen=True)
+class _Update:
+    """A version and who has it: the trainer's ranks, or for a ``copy`` another engine's workers."""
+
+    sync: SyncView
+    writers: Sequence[WriterInfo]
+    copy: str
 
 
 @dataclass
@@ -48,6 +64,7 @@ class _Attempt:
     """One version on its way into this worker."""
 
     version: Version
+    copy: str
     deadline: Deadline
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, float] = field(default_factory=dict)
@@ -96,6 +113,7 @@ class WeightReader:
         self._session: ReaderSession | None = None
         self._attempt: _Attempt | None = None
         self._memory: Memory | None = None
+        self._lending: threading.Thread | None = None
 
     @property
     def traced(self) -> TracedModel | None:
@@ -106,6 +124,23 @@ class WeightReader:
         if self._traced:
             self._client.put_blob(encode_layout(self._traced[1].layout))
         return self._client.join_worker(self._info)
+
+    # Lending to another engine. Requests keep running.
+
+    def lend(self, target: str) -> None:
+        """Begin to serve a copy of this worker's weights to another engine; returns at once.
+
+        Raises:
+            TransferError: it lends to another engine now, or has no weights that fit the checkpoint.
+        """
+        if self._lending is not None and self._lending.is_alive():
+            raise TransferError(f"worker {self._info.rank} of engine {self.engine} still lends to another engine")
+        traced = self.traced
+        if traced is None or traced.staged:
+            raise TransferError(f"worker {self._info.rank} of engine {self.engine} has nothing to lend")
+        lender = Lender(target, self._info, self.model.lend(), self._layouts, self._client, self.config)
+        self._lending = threading.Thread(target=lender.run, name="awex-lender", daemon=True)
+        self._lending.start()
 
     # Preparing: needs the trainer, not a version. Requests keep running.
 
@@ -121,8 +156,8 @@ class WeightReader:
         if not view.writers or not view.epoch:
             return False
         try:
-            self._trace(view)
-            self._check_complete_soon()
+            self._trace(view.writers[0].manifest)
+            self._check_complete_soon(view.writers)
         except Exception as error:
             self._refuse(view.writers[0].manifest, error)
             if not self.controlled:
@@ -136,8 +171,7 @@ class WeightReader:
         reason = (str(error) or type(error).__name__)[:_MAX_REASON]
         self._tell(layout="", manifest=manifest, reason=reason)
 
-    def _trace(self, view: JobView) -> TracedModel:
-        name = view.writers[0].manifest
+    def _trace(self, name: str) -> TracedModel:
         if self._traced is None or self._traced[0] != name:
             manifest = decode_manifest(self._client.get_blob(name))
             begun = time.perf_counter()
@@ -146,38 +180,39 @@ class WeightReader:
             self._traced = (name, traced)
         if self._info.manifest != name or self._info.reason:  # another trainer's model may have come between
             layout = self._client.put_blob(encode_layout(self._traced[1].layout))
-            self._tell(layout=layout, manifest=name, reason="")
+            replaced = [module.name for module in self._traced[1].loader_path]
+            self._tell(layout=layout, manifest=name, reason="", replaced=replaced)
         return self._traced[1]
 
-    def _tell(self, **what: str) -> None:
+    def _tell(self, **what: Any) -> None:
         self._info = msgspec.structs.replace(self._info, **what)
         self._client.join_worker(self._info)
 
-    def _sources(self, view: JobView) -> SourceIndex:
-        return index_sources([self._layouts.get(writer.layout) for writer in view.writers])
+    def _sources(self, writers: Sequence[WriterInfo]) -> SourceIndex:
+        return index_sources([self._layouts.get(writer.layout) for writer in writers])
 
-    def _check_complete_soon(self) -> None:
+    def _check_complete_soon(self, writers: Sequence[WriterInfo]) -> None:
         """Find out whether the engine can take all of the trainer's model, if its other workers have traced by now.
 
         A version that comes before they have finds it out before any byte moves.
         """
         if self._info.rank == 0:
             with contextlib.suppress(SyncTimeout):
-                view, engine = self._wait_for_siblings(_SIBLINGS_S)
-                self._check_complete(self._sources(view), engine)
+                engine = self._wait_for_siblings(writers[0].manifest, _SIBLINGS_S)
+                self._check_complete(self._sources(writers), engine)
 
     def _check_complete(self, sources: SourceIndex, engine: EngineView) -> None:
         # One worker looks at all: what one has no place for, another may have.
         if self._info.rank == 0:
             check_complete(sources, [self._layouts.get(worker.layout) for worker in engine.workers], self.engine)
 
-    def _wait_for_siblings(self, limit_s: float) -> tuple[JobView, EngineView]:
-        def traced(view: JobView) -> tuple[JobView, EngineView] | None:
+    def _wait_for_siblings(self, manifest: str, limit_s: float) -> EngineView:
+        def traced(view: JobView) -> EngineView | None:
             engine = view.engines[self.engine]
-            refused = [reason for reason in refusals(view, engine) if reason != self._info.reason]
+            refused = [reason for reason in refusals(manifest, engine) if reason != self._info.reason]
             if refused:
                 raise PlanError(f"engine {self.engine} refuses the trainer's model", refused)
-            return (view, engine) if has_traced(view, engine, self._info.world) else None
+            return engine if has_traced(manifest, engine, self._info.world) else None
 
         what = f"the other workers of engine {self.engine} to trace their models"
         return self._client.wait_for(traced, timeout_s=limit_s, what=what)
@@ -212,10 +247,10 @@ class WeightReader:
         # A controller calls once it has seen the version; only without one is there anything to wait for.
         deadline = Deadline.after(_SEEN_S if self.controlled else self.config.sync_timeout_s)
         try:
-            view = self._wait_for_sync(version, deadline)
-            sync = _sync_of(view)
-            self._attempt = attempt = _Attempt(sync.version, Deadline.after(sync.remaining_s))
-            session = self._ensure_session(sync, self._trace(view), attempt.deadline)
+            update = self._wait_for_update(version, deadline)
+            sync = update.sync
+            self._attempt = attempt = _Attempt(sync.version, update.copy, Deadline.after(sync.remaining_s))
+            session = self._ensure_session(update, self._trace(update.writers[0].manifest), attempt.deadline)
             attempt.figures["plan_s"] = session.plan_s
         except Exception as error:
             self._fail(version, error)
@@ -238,18 +273,21 @@ class WeightReader:
             if not self.controlled:
                 raise
 
-    def _wait_for_sync(self, version: Version | None, deadline: Deadline) -> JobView:
-        def mine(view: JobView) -> JobView | None:
-            sync = view.sync
-            if sync is None or sync.state == "gathering" or self.engine not in sync.engines:
+    def _wait_for_update(self, version: Version | None, deadline: Deadline) -> _Update:
+        def mine(view: JobView) -> _Update | None:
+            update = _update_of(view, self.engine)
+            sync = update.sync if update is not None else None
+            if update is None or sync is None or sync.state == "gathering" or self.engine not in sync.engines:
                 return None
             if version is not None and sync.version != version:
                 if sync.version > version:
                     raise TransferError(f"version {version} was replaced by {sync.version} before it was received")
                 return None
-            if sync.state == "done" and sync.version > self.version:
+            # What this worker holds of a version that its engine did not commit counts for nothing.
+            wanted = self.controlled or sync.version > self.version
+            if sync.state == "done" and wanted:
                 raise TransferError(f"version {sync.version} ended: {sync.engines[self.engine].reason}")
-            return view if sync.state == "open" and sync.version > self.version else None
+            return update if sync.state == "open" and wanted else None
 
         what = f"version {version}" if version else f"a version newer than {self.version}"
         return self._client.wait_for(mine, timeout_s=deadline.remaining(what), what=what)
@@ -258,8 +296,8 @@ class WeightReader:
         session, traced = self._session, self.traced
         if session is None or traced is None:
             raise TransferError(f"version {attempt.version} was not connected; call connect first")
-        sync = _sync_of(self._client.watch())
-        if sync.version != attempt.version or sync.engines[self.engine].outcome == "failed":
+        sync = self._sync_of(self._client.watch(), attempt)
+        if sync is None or sync.engines[self.engine].outcome == "failed":
             raise TransferError(f"version {attempt.version} ended before it was received{_why(sync, self.engine)}")
         only = self._changed(sync)
         begun = time.perf_counter()
@@ -267,7 +305,7 @@ class WeightReader:
         session.receive(self._memory, attempt.progress, attempt.deadline, only)
         _write_constants(traced, self._memory)
         received = time.perf_counter()
-        verified = self._verify(sync, traced, session, self._memory, attempt.deadline)
+        verified = self._verify(sync, attempt, traced, session, self._memory)
         attempt.figures |= {
             "verified_nbytes": float(verified),
             "transfer_s": received - begun,
@@ -292,21 +330,40 @@ class WeightReader:
             )
         return sync.only
 
-    def _ensure_session(self, sync: SyncView, traced: TracedModel, deadline: Deadline) -> ReaderSession:
-        key = SessionKey(sync.version.epoch, self.engine, sync.engines[self.engine].generation)
+    def _sync_of(self, view: JobView, attempt: _Attempt) -> SyncView | None:
+        """The version an attempt is about, as long as it is on its way or was the last.
+
+        Raises:
+            MetaServerError: the meta server has lost it.
+        """
+        copy = view.copies.get(self.engine)
+        if attempt.copy:
+            sync = copy.sync if copy is not None and copy_key(copy) == attempt.copy else None
+        elif view.sync is None:
+            raise MetaServerError("the meta server lost the version while it was being received; was it restarted?")
+        else:
+            sync = view.sync
+        return sync if sync is not None and sync.version == attempt.version and self.engine in sync.engines else None
+
+    def _ensure_session(self, update: _Update, traced: TracedModel, deadline: Deadline) -> ReaderSession:
+        sync = update.sync
+        key = SessionKey(sync.version.epoch, self.engine, sync.engines[self.engine].generation, update.copy)
         if self._session is not None and self._session.key == key:
             return self._session
         self._close_session()
         # Whether a transfer group forms depends on all workers, so all must have traced.
-        view, engine = self._wait_for_siblings(deadline.remaining(f"the workers of engine {self.engine}"))
-        sources = self._sources(view)
+        limit_s = deadline.remaining(f"the workers of engine {self.engine}")
+        engine = self._wait_for_siblings(update.writers[0].manifest, limit_s)
+        sources = self._sources(update.writers)
         self._check_complete(sources, engine)
+        if update.copy:
+            check_precision(sources, traced.layout)
         device = self.model.device
         self._session = ReaderSession(
             key,
             self._info,
             engine.workers,
-            view.writers,
+            update.writers,
             sources,
             traced,
             device,
@@ -317,7 +374,7 @@ class WeightReader:
         return self._session
 
     def _verify(
-        self, sync: SyncView, traced: TracedModel, session: ReaderSession, memory: Memory, deadline: Deadline
+        self, sync: SyncView, attempt: _Attempt, traced: TracedModel, session: ReaderSession, memory: Memory
     ) -> int:
         """Compare digests; returns the bytes that took part. Raises ``VerifyError`` when they differ."""
         mode: VerifyMode = msgspec.convert(sync.verify, VerifyMode)
@@ -330,11 +387,11 @@ class WeightReader:
             programs = session.programs.values()
             return sum_lanes(digest_program(program, tensors, memory, "dst", only=only) for program in programs)
 
-        expected, actual = self._expected_digest(sync, deadline), found()
+        expected, actual = self._expected_digest(attempt, len(session.programs)), found()
         if not np.array_equal(expected, actual) and session.transports == ["shm"]:
             # One-sided, so pulling once more takes nobody's help; a bit may have flipped on the way.
             logger.warning("awex: worker %d: the digest differs; pulling once more", self._info.rank)
-            session.receive(memory, Progress(), deadline)
+            session.receive(memory, Progress(), attempt.deadline)
             actual = found()
         if not np.array_equal(expected, actual):
             suspects = differing_tensors(expected, actual, tensors)
@@ -342,16 +399,17 @@ class WeightReader:
             raise VerifyError(list_faults(summary, suspects))
         return int((traced.layout.volume * traced.layout.itemsize)[only[traced.layout.tensor]].sum())
 
-    def _expected_digest(self, sync: SyncView, deadline: Deadline) -> Lanes:
+    def _expected_digest(self, attempt: _Attempt, writers: int) -> Lanes:
         def complete(view: JobView) -> Lanes | None:
-            current = view.sync
-            if current is None or current.version != sync.version or current.engines[self.engine].outcome == "failed":
-                raise TransferError(f"version {sync.version} ended before it was verified{_why(current, self.engine)}")
-            parts = current.digests.get(self._info.layout, {})
-            return sum_lanes(map(unpack_lanes, parts.values())) if len(parts) == len(view.writers) else None
+            sync = self._sync_of(view, attempt)
+            if sync is None or sync.engines[self.engine].outcome == "failed":
+                why = _why(sync, self.engine)
+                raise TransferError(f"version {attempt.version} ended before it was verified{why}")
+            parts = sync.digests.get(self._info.layout, {})
+            return sum_lanes(map(unpack_lanes, parts.values())) if len(parts) == writers else None
 
-        what = f"the trainer's digest of version {sync.version}"
-        return self._client.wait_for(complete, timeout_s=deadline.remaining(what), what=what)
+        what = f"the digest of version {attempt.version}"
+        return self._client.wait_for(complete, timeout_s=attempt.deadline.remaining(what), what=what)
 
     def finish(self) -> None:
         """After ``receive``: let the engine finish its post-load steps, then report to the meta server.
@@ -412,7 +470,7 @@ class WeightReader:
 
     def _fail(self, version: Version | None, error: Exception) -> None:
         logger.error("awex: worker %d of engine %s: %s", self._info.rank, self.engine, error)
-        attempt = self._attempt or _Attempt(version or self.version, Deadline.after(0))
+        attempt = self._attempt or _Attempt(version or self.version, "", Deadline.after(0))
         attempt.failure = str(error) or type(error).__name__
         self._attempt = attempt
         self._close_session()
@@ -435,6 +493,8 @@ class WeightReader:
     def close(self) -> None:
         """Leave the job."""
         self._close_session()
+        if self._lending is not None:
+            self._lending.join(_LENDING_S)
         self._leases.close()
         try:
             self._client.leave(self._info.process.incarnation, timeout_s=2.0)
@@ -443,10 +503,12 @@ class WeightReader:
         self._client.close()
 
 
-def _sync_of(view: JobView) -> SyncView:
-    if view.sync is None:
-        raise MetaServerError("the meta server lost the version while it was being received; was it restarted?")
-    return view.sync
+def _update_of(view: JobView, engine: str) -> _Update | None:
+    """What an engine is to receive: a copy that is on its way, or what the trainer publishes."""
+    copy = view.copies.get(engine)
+    if copy is not None and copy.sync.state == "open":
+        return _Update(copy.sync, copy.lenders, copy_key(copy))
+    return _Update(view.sync, view.writers, "") if view.sync is not None and view.writers else None
 
 
 def _why(sync: SyncView | None, engine: str) -> str:

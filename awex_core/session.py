@@ -25,7 +25,7 @@ from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout
 from awex_core.meta.client import MetaClient
-from awex_core.meta.messages import EngineView, JobView, WorkerInfo, WriterInfo
+from awex_core.meta.messages import EngineView, WorkerInfo, WriterInfo
 from awex_core.pairing import choose_transport, distance
 from awex_core.plan import (
     CopyProgram,
@@ -66,10 +66,13 @@ class SessionKey:
     epoch: int
     engine: str
     generation: int
+    copy: str = ""
+    """Which copy it belongs to, when the other end is not the trainer."""
 
     def path(self, *parts: object) -> str:
         """A key of the meta server's small values."""
-        return "/".join(map(str, (parts[0], self.epoch, self.engine, self.generation, *parts[1:])))
+        whose = (self.epoch, self.engine, self.generation, *([self.copy] if self.copy else []))
+        return "/".join(map(str, (parts[0], *whose, *parts[1:])))
 
 
 class LayoutCache:
@@ -86,16 +89,15 @@ class LayoutCache:
         return self._layouts[name]
 
 
-def has_traced(view: JobView, engine: EngineView, world: int) -> bool:
-    """Whether all ``world`` workers of an engine have traced for the trainer that is there now."""
-    if not view.writers or len(engine.workers) != world:
+def has_traced(manifest: str, engine: EngineView, world: int) -> bool:
+    """Whether all ``world`` workers of an engine have traced for a model; never for none (an empty name)."""
+    if not manifest or len(engine.workers) != world:
         return False
-    return all(worker.layout and worker.manifest == view.writers[0].manifest for worker in engine.workers)
+    return all(worker.layout and worker.manifest == manifest for worker in engine.workers)
 
 
-def refusals(view: JobView, engine: EngineView) -> list[str]:
-    """Why workers of an engine cannot receive the model of the trainer that is there now."""
-    manifest = view.writers[0].manifest if view.writers else ""
+def refusals(manifest: str, engine: EngineView) -> list[str]:
+    """Why workers of an engine cannot receive a model."""
     said = [worker.reason for worker in engine.workers if worker.reason and worker.manifest == manifest]
     return list(dict.fromkeys(said))  # workers mostly refuse for the same reason; say it once
 
@@ -113,7 +115,8 @@ def wait_for_value(client: MetaClient, session: SessionKey, key: str, what: str,
             return value
         view = client.watch()
         engine = view.engines.get(session.engine)
-        if view.epoch != session.epoch or engine is None or engine.generation != session.generation:
+        other_epoch = view.epoch != session.epoch and not session.copy
+        if other_epoch or engine is None or engine.generation != session.generation:
             raise TransferError(f"engine {session.engine}: the version ended while waiting for {what}")
 
 

@@ -11,7 +11,7 @@ from threading import Lock
 
 import msgspec
 
-from awex_core.commit.digest import Lanes, digest_program, pack_lanes, verified_tensors
+from awex_core.commit.digest import Lanes, digest_plan, pack_lanes, partial_digest
 from awex_core.commit.modes import VerifyMode
 from awex_core.config import SyncConfig
 from awex_core.errors import AwexError, MetaServerError, Refused, SyncFailed, SyncTimeout
@@ -20,7 +20,7 @@ from awex_core.layout.live import Memory, check_memory
 from awex_core.layout.wire import encode_layout, encode_manifest
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineView, JobView, Process, SyncView, WriterInfo
-from awex_core.plan import CopyProgram, SourceIndex, check_patterns, index_sources, lower_copies, plan_copies
+from awex_core.plan import CopyProgram, SourceIndex, check_patterns, index_sources
 from awex_core.process import this_process
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
 from awex_core.transfer.base import Deadline, Progress
@@ -247,7 +247,8 @@ class WeightWriter:
             if sync is None or sync.version != version or sync.engines[engine].outcome in ("failed", "committed"):
                 return (None,)
             found = view.engines.get(engine)
-            ready = found is not None and found.workers and has_traced(view, found, found.workers[0].world)
+            manifest = view.writers[0].manifest if view.writers else ""
+            ready = found is not None and found.workers and has_traced(manifest, found, found.workers[0].world)
             return (found,) if ready else None
 
         what = f"engine {engine} to trace its model"
@@ -272,18 +273,12 @@ class WeightWriter:
         self._client.publish_digest(self._process.incarnation, sync.version, packed)
 
     def _partial_digest(self, name: str, sync: SyncView, sources: SourceIndex) -> Lanes:
-        """This rank's share of a destination layout's digest.
-
-        Who digests what does not depend on who sends what: every rank plans for
-        the layout as if no source were nearer than another.
-        """
+        """This rank's share of a destination layout's digest."""
         layout = self._layouts.get(name)
         program = self._digest_programs.get(name)
         if program is None:
-            program = lower_copies(plan_copies(sources, layout), sources, self.rank)
-            self._digest_programs[name] = program
-        only = verified_tensors(layout.tensors, _mode(sync.verify), sync.version.number)
-        return digest_program(program, layout.tensors, self.memory, "src", only=only)
+            program = self._digest_programs[name] = digest_plan(sources, layout, self.rank)
+        return partial_digest(program, layout, self.memory, sync.verify, sync.version.number)
 
     def _report(self, version: Version, engine: str, reason: str) -> None:
         try:
@@ -348,10 +343,6 @@ def _sync_of(view: JobView, number: int) -> SyncView:
     if view.sync is None or view.sync.version.number != number:
         raise MetaServerError(f"the meta server no longer knows version {number}; was it restarted?")
     return view.sync
-
-
-def _mode(verify: str) -> VerifyMode:
-    return msgspec.convert(verify, VerifyMode)
 
 
 def _device_of(memory: Memory) -> str:

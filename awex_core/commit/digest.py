@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,11 +19,12 @@ import torch
 from awex_core.commit.modes import VerifyMode
 from awex_core.errors import LayoutError
 from awex_core.layout.dtypes import DTYPES
-from awex_core.layout.layout import CanonicalTensor
+from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
 from awex_core.mixing import CHUNK, mix_block
-from awex_core.plan.copies import tensor_seeds
-from awex_core.plan.program import CopyProgram
+from awex_core.plan.cells import SourceIndex
+from awex_core.plan.copies import plan_copies, tensor_seeds
+from awex_core.plan.program import CopyProgram, lower_copies
 from awex_core.transfer.views import descriptor_view
 
 LANES = 64
@@ -82,6 +84,21 @@ def _digest_descriptor(program: CopyProgram, k: int, memory: Memory, side: str, 
             block = view[r : r + block_rows, c : c + block_cols].to(wanted)
             total += mix_block(block, base + r * row_step + c * col_step, row_step, col_step, seed)
     return total % (1 << 64)
+
+
+def digest_plan(sources: SourceIndex, destination: Layout, rank: int) -> CopyProgram:
+    """What source ``rank`` digests for a destination layout.
+
+    Who digests what does not depend on who sends what: every rank plans for the
+    layout as if no source were nearer than another.
+    """
+    return lower_copies(plan_copies(sources, destination), sources, rank)
+
+
+def partial_digest(program: CopyProgram, destination: Layout, memory: Memory, verify: str, number: int) -> Lanes:
+    """A source rank's share of a destination layout's digest; ``program`` is its ``digest_plan``."""
+    only = verified_tensors(destination.tensors, msgspec.convert(verify, VerifyMode), number)
+    return digest_program(program, destination.tensors, memory, "src", only=only)
 
 
 def pack_lanes(lanes: Lanes) -> bytes:

@@ -23,6 +23,7 @@ from awex_core.errors import ConfigError, Fenced, MetaServerError, Refused, Sync
 from awex_core.layout import content_hash
 from awex_core.meta.messages import (
     Announce,
+    AskCopy,
     EngineOutcome,
     EngineState,
     ErrorReply,
@@ -37,6 +38,7 @@ from awex_core.meta.messages import (
     JoinWorker,
     JoinWriter,
     Leave,
+    Lend,
     Ok,
     Process,
     PublishDigest,
@@ -201,9 +203,12 @@ class MetaClient:
         # A version may be done before a lost reply is asked for again: the key tells a repeat from a second one.
         self._post(message, Ok, headers={"idempotency-key": uuid.uuid4().hex})
 
-    def publish_digest(self, incarnation: str, version: Version, digests: Mapping[str, bytes]) -> None:
-        """This writer rank's partial digests, by the hash of the destination's layout."""
-        self._post(PublishDigest(incarnation=incarnation, version=version, digests=dict(digests)), Ok)
+    def publish_digest(
+        self, incarnation: str, version: Version, digests: Mapping[str, bytes], *, target: str = ""
+    ) -> None:
+        """This writer rank's partial digests, by the hash of the destination's layout; or a lender's to ``target``."""
+        message = PublishDigest(incarnation=incarnation, version=version, digests=dict(digests), target=target)
+        self._post(message, Ok)
 
     def report_worker(
         self,
@@ -235,10 +240,26 @@ class MetaClient:
         )
         return self._post(message, ReportReply)
 
-    def report_sender(self, incarnation: str, version: Version, engine: str, reason: str) -> ReportReply:
-        """This writer rank could not serve ``engine``."""
-        message = ReportSender(incarnation=incarnation, version=version, engine=engine, reason=reason)
+    def report_sender(
+        self, incarnation: str, version: Version, engine: str, reason: str, *, lender: bool = False
+    ) -> ReportReply:
+        """This writer rank, or this worker of another engine, could not serve ``engine``."""
+        message = ReportSender(incarnation=incarnation, version=version, engine=engine, reason=reason, lender=lender)
         return self._post(message, ReportReply)
+
+    # From engine to engine
+
+    def ask_copy(self, incarnation: str, *, timeout_s: float, verify: str) -> None:
+        """Let this controller's engine take what another engine serves; it comes as a copy in the view.
+
+        Raises:
+            Refused: no engine is ahead or can lend, or the trainer is publishing; says why.
+        """
+        self._post(AskCopy(incarnation=incarnation, timeout_s=timeout_s, verify=verify), Ok)
+
+    def lend(self, incarnation: str, target: str, info: WriterInfo) -> None:
+        """This worker can be read by the engine ``target``."""
+        self._post(Lend(incarnation=incarnation, target=target, info=info), Ok)
 
     def set_engine_state(self, incarnation: str, state: EngineState, version: Version, *, reason: str = "") -> None:
         """The elected controller's word on its engine outside a sync."""

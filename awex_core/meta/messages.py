@@ -75,6 +75,8 @@ class WorkerInfo(_Message, frozen=True):
     layout: str = ""
     manifest: str = ""
     reason: str = ""
+    replaced: list[str] = []
+    """Modules whose weights, as the checkpoint has them, exist only during an update: it cannot lend these."""
 
 
 class EngineView(_Message, frozen=True):
@@ -126,14 +128,25 @@ class SyncView(_Message, frozen=True):
     base: Version = INITIAL
 
 
+class CopyView(_Message, frozen=True):
+    """One engine takes what ``source`` serves; ``lenders`` are that engine's workers, in the place of writer ranks."""
+
+    source: str
+    number: int
+    """Rises with every copy, so that one is not taken for another."""
+    lenders: list[WriterInfo]
+    sync: SyncView
+
+
 class JobView(_Message, frozen=True):
-    """Everything a member may need to decide its next step."""
+    """Everything a member may need to decide its next step. ``copies`` are by target."""
 
     revision: int
     epoch: int
     writers: list[WriterInfo]
     engines: dict[str, EngineView]
     sync: SyncView | None
+    copies: dict[str, CopyView] = {}
 
 
 class Forming(_Message, frozen=True):
@@ -216,11 +229,12 @@ class Announce(_Message, frozen=True):
 
 
 class PublishDigest(_Message, frozen=True):
-    """A writer rank's partial digests, by destination layout hash."""
+    """A writer rank's partial digests, by destination layout hash; a lender's names the engine it lends to."""
 
     incarnation: str
     version: Version
     digests: dict[str, bytes]
+    target: str = ""
 
 
 class ReportWorker(_Message, frozen=True):
@@ -244,12 +258,13 @@ class ReportEngine(_Message, frozen=True):
 
 
 class ReportSender(_Message, frozen=True):
-    """A writer rank could not serve ``engine``."""
+    """A writer rank, or a ``lender``, could not serve ``engine``."""
 
     incarnation: str
     version: Version
     engine: str
     reason: str
+    lender: bool = False
 
 
 class ReportReply(_Message, frozen=True):
@@ -266,6 +281,22 @@ class SetEngineState(_Message, frozen=True):
     state: EngineState
     version: Version
     reason: str = ""
+
+
+class AskCopy(_Message, frozen=True):
+    """A controller's engine is behind, and no version is on its way: let it take what another engine serves."""
+
+    incarnation: str
+    timeout_s: float
+    verify: str
+
+
+class Lend(_Message, frozen=True):
+    """A worker of the source of a copy can be read, by the engine ``target``, as ``info`` says."""
+
+    incarnation: str
+    target: str
+    info: WriterInfo
 
 
 class Put(_Message, frozen=True):

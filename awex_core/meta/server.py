@@ -73,6 +73,8 @@ _REQUESTS: dict[str, type[msgspec.Struct]] = {
     "report_engine": messages.ReportEngine,
     "report_sender": messages.ReportSender,
     "set_engine_state": messages.SetEngineState,
+    "ask_copy": messages.AskCopy,
+    "lend": messages.Lend,
     "put": messages.Put,
     "get": messages.Get,
 }

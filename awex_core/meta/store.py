@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 
 from awex_core.errors import Fenced, Refused
+from awex_core.meta.copies import Copies
 from awex_core.meta.engines import LEASES_UNTIL_DROPPED, Engine, Engines
 from awex_core.meta.limits import MAX_WAIT_S, Limits
 from awex_core.meta.members import AnySeat, Members, describe
 from awex_core.meta.messages import (
     Announce,
+    AskCopy,
     EngineState,
     Get,
     GetReply,
@@ -30,6 +32,7 @@ from awex_core.meta.messages import (
     JoinWorker,
     JoinWriter,
     Leave,
+    Lend,
     Ok,
     PublishDigest,
     Put,
@@ -38,10 +41,12 @@ from awex_core.meta.messages import (
     ReportSender,
     ReportWorker,
     SetEngineState,
+    WorkerInfo,
     WriterInfo,
 )
 from awex_core.meta.pulse import Pulse
 from awex_core.meta.runs import Runs
+from awex_core.meta.sync import Sync
 from awex_core.meta.values import Blobs, Keys
 from awex_core.meta.versions import Versions
 from awex_core.version import Version
@@ -62,6 +67,7 @@ class JobStore:
         self._runs = Runs(self._members)
         self._engines = Engines(self._members, self._pulse)
         self._versions = Versions(self._engines.by_name, self._pulse)
+        self._copies = Copies(self._engines.by_name, self._pulse)
         self._blobs = Blobs(self._limits)
         self._keys = Keys(self._limits)
         self._used = -math.inf
@@ -81,6 +87,7 @@ class JobStore:
             writers=self._runs.present(),
             engines={name: engine.view() for name, engine in sorted(self._engines.by_name.items())},
             sync=sync.view(now) if sync else None,
+            copies=self._copies.views(now),
         )
 
     def status(self, now: float) -> JobStatus:
@@ -101,7 +108,9 @@ class JobStore:
         self._members.check("writer", info, info.rank, info.world)
         run = self._runs.join(info, now)
         if run is self._runs.forming and not run.missing():
-            self._versions.begin_epoch(self._runs.activate(run, self._versions.epoch))
+            reason = self._runs.activate(run, self._versions.epoch)
+            self._versions.begin_epoch(reason)
+            self._copies.end(reason)
         return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch if run is self._runs.active else 0)
 
     def join_worker(self, message: JoinWorker, now: float) -> JoinReply:
@@ -112,6 +121,7 @@ class JobStore:
         self._members.check_one_seat(self._members.workers, info)
         for reason in self._engines.seat_worker(self._engines.named(info.engine), info, now):
             self._versions.fail(info.engine, reason)
+            self._copies.fail(info.engine, reason)
         return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch)
 
     def join_controller(self, message: JoinController, now: float) -> JoinReply:
@@ -149,13 +159,21 @@ class JobStore:
         self._begin(now)
         run, info = self._runs.writing(message.incarnation)
         self._versions.announce(message, info.rank, run, now)
+        sync = self._versions.sync
+        if sync is not None and sync.state == "open":  # its engines' weights are about to change
+            self._copies.end(f"the trainer publishes version {sync.version}")
         return Ok()
 
     def publish_digest(self, message: PublishDigest, now: float) -> Ok:
         """Keep a rank's partial digests for the version on its way; the same again is fine."""
         self._begin(now)
-        _, info = self._runs.writing(message.incarnation)
-        sync = self._versions.on_its_way(message.version)
+        info: WriterInfo | WorkerInfo
+        if message.target:
+            info = self._members.there(self._members.workers, "worker", message.incarnation).info
+            sync = self._lent(info, message.target, message.version)
+        else:
+            _, info = self._runs.writing(message.incarnation)
+            sync = self._versions.on_its_way(message.version)
         if sync is None:
             raise Fenced(f"version {message.version} is not on its way: {self._versions.describe()}")
         sync.keep_digests(info.rank, message, self._limits.digest_bytes)
@@ -164,19 +182,50 @@ class JobStore:
     def report_sender(self, message: ReportSender, now: float) -> ReportReply:
         """A rank could not serve an engine: it fails, unless its outcome is already recorded."""
         self._begin(now)
+        if message.lender:
+            return self._report_lender(message)
         _, info = self._runs.writing(message.incarnation)
         sync = self._versions.joined_by(message.engine, message.version)
         if isinstance(sync, str):
             return ReportReply(accepted=False, reason=sync)
         return sync.hear_sender(info, message)
 
+    def _report_lender(self, message: ReportSender) -> ReportReply:
+        info = self._members.there(self._members.workers, "worker", message.incarnation).info
+        sync = self._lent(info, message.engine, message.version)
+        if sync is None or message.engine not in sync.parts:
+            return ReportReply(accepted=False, reason=f"engine {message.engine} does not take {message.version} now")
+        return sync.hear_sender(info, message)
+
+    def _lent(self, lender: WorkerInfo, target: str, version: Version) -> Sync | None:
+        copy = self._copies.of(target)
+        ours = copy is not None and (copy.source, copy.sync.version) == (lender.engine, version)
+        return copy.sync if copy is not None and ours else None
+
     # A sync, from the engines' side
+
+    def ask_copy(self, message: AskCopy, now: float) -> Ok:
+        """A controller's engine is behind: start a copy from another engine, unless the trainer is publishing."""
+        self._begin(now)
+        engine = self._engines.controlled_by(message.incarnation)
+        sync = self._versions.sync
+        if sync is not None and sync.state == "open":
+            raise Refused("invalid", f"the trainer publishes version {sync.version}; take part in that")
+        self._copies.ask(engine, message, now)
+        return Ok()
+
+    def lend(self, message: Lend, now: float) -> Ok:
+        """A worker of a copy's source can be read."""
+        self._begin(now)
+        info = self._members.there(self._members.workers, "worker", message.incarnation).info
+        self._copies.lend(info, message, now)
+        return Ok()
 
     def report_engine(self, message: ReportEngine, now: float) -> ReportReply:
         """Record an engine's progress. The recorded outcome stands; the reply says when it is another one."""
         self._begin(now)
         engine = self._engines.controlled_by(message.incarnation)
-        sync = self._versions.joined_by(engine.name, message.version)
+        sync = self._joined_by(engine.name, message.version)
         if isinstance(sync, str):
             served = message.outcome == "committed" and engine.version == message.version
             return ReportReply(accepted=served, reason="" if served else sync)
@@ -186,10 +235,15 @@ class JobStore:
         """A worker's word: any failure fails its engine; all successes commit one that has no controller."""
         self._begin(now)
         info = self._members.there(self._members.workers, "worker", message.incarnation).info
-        sync = self._versions.joined_by(info.engine, message.version)
+        sync = self._joined_by(info.engine, message.version)
         if isinstance(sync, str):
             return ReportReply(accepted=False, reason=sync)
         return sync.hear_worker(self._engines.by_name[info.engine], info, message)
+
+    def _joined_by(self, engine: str, version: Version) -> Sync | str:
+        """What an engine's word on a version is about: a copy, or what the trainer publishes; else why neither."""
+        copied = self._copies.sync_of(engine, version)
+        return copied if copied is not None and engine in copied.parts else self._versions.joined_by(engine, version)
 
     def set_engine_state(self, message: SetEngineState, now: float) -> Ok:
         """The elected controller's word on its engine outside a sync."""
@@ -238,6 +292,7 @@ class JobStore:
             self._take_away(seat, f"stopped answering for {self.lease_s:g} s", now)
         if self._versions.sync:
             self._versions.sync.apply_deadline(now)
+        self._copies.apply_deadlines(now)
         self._engines.drop_gone(now)
         self._keys.drop_expired(now)
         self._blobs.drop_idle(self._members.blobs(), now)
@@ -250,7 +305,7 @@ class JobStore:
         drops = (engine.dropped_at(self.lease_s) for engine in self._engines.by_name.values())
         sync = self._versions.sync
         deadline = sync.deadline if sync and sync.state != "done" else math.inf
-        return min(now + HOUSEKEEPING_S, deadline, self._keys.next_expiry(), *leases, *drops)
+        return min(now + HOUSEKEEPING_S, deadline, self._keys.next_expiry(), *leases, *drops, *self._copies.deadlines())
 
     # What touches several parts
 
@@ -264,6 +319,7 @@ class JobStore:
         info = seat.info
         if not isinstance(info, WriterInfo):
             self._versions.fail(info.engine, f"{describe(info)} {why}")
+            self._copies.fail(info.engine, f"{describe(info)} {why}")
         elif self._runs.lose(info):
             self._versions.end(f"{describe(info)} {why}")
         self._pulse.wake_by(now + LEASES_UNTIL_DROPPED * self.lease_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,7 +12,6 @@ from awex_core.meta.engines import Engine
 from awex_core.meta.limits import MAX_REASON
 from awex_core.meta.members import describe
 from awex_core.meta.messages import (
-    Announce,
     EngineOutcome,
     EngineSync,
     PublishDigest,
@@ -83,12 +82,9 @@ class Sync:
 
     # From gathering to done
 
-    def arrive(self, rank: int, message: Announce, now: float) -> None:
+    def arrive(self, rank: int, verify: str, only: Sequence[str], now: float) -> None:
         """A writer rank is here; the version opens with the last one."""
-        for name, theirs, ours in (
-            ("verify", message.verify, self.verify),
-            ("only", sorted(message.only), sorted(self.only)),
-        ):
+        for name, theirs, ours in (("verify", verify, self.verify), ("only", sorted(only), sorted(self.only))):
             if theirs != ours:
                 raise Refused(
                     "invalid",
@@ -172,7 +168,7 @@ class Sync:
                 self._progress(engine, "updating" if self._silent_workers(engine) else "committed", "")
         return _answer(engine.name, before, "failed" if message.failed else "committed")
 
-    def hear_sender(self, info: WriterInfo, message: ReportSender) -> ReportReply:
+    def hear_sender(self, info: WriterInfo | WorkerInfo, message: ReportSender) -> ReportReply:
         """A writer rank could not serve an engine: it fails, unless its outcome is already recorded."""
         before = self.parts[message.engine]
         if before.outcome not in TERMINAL:

@@ -53,7 +53,7 @@ class Versions:
         if sync is None or sync.version != Version(self.epoch, message.number) or sync.repeats(rank):
             self._check_newer(message.number)
             sync = self._gather(message, rank, run, now)
-        sync.arrive(rank, message, now)
+        sync.arrive(rank, message.verify, message.only, now)
 
     def on_its_way(self, version: Version) -> Sync | None:
         """``version``, as long as no newer one has been announced."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from awex_core.errors import MAX_LISTED_FAULTS, PlanError
 from awex_core.layout.coverage import memory_overlaps
-from awex_core.layout.dtypes import DTYPES, can_convert
+from awex_core.layout.dtypes import DTYPES, can_convert, itemsize
 from awex_core.layout.layout import CanonicalTensor, IntArray, Layout
 from awex_core.plan.boxes import Box, describe, join, subtract
 from awex_core.plan.cells import SourceIndex, index_sources, pad_columns
@@ -244,3 +244,22 @@ def unused_tensors(sources: SourceIndex, destinations: Sequence[Layout]) -> list
         for spec in sources.tensors
         if elements.get(spec.name, 0) != spec.numel
     ]
+
+
+def check_precision(sources: SourceIndex, destination: Layout) -> None:
+    """Raise ``PlanError`` when some source holds a tensor in fewer bytes than checkpoint and destination do.
+
+    For sources that are not the trainer: what an engine has rounded is not the version any more.
+    """
+    held: dict[str, int] = {}
+    for layout in sources.layouts:
+        for row, tensor in enumerate(layout.tensor.tolist()):
+            name, size = layout.tensors[tensor].name, int(layout.itemsize[row])
+            held[name] = min(held.get(name, size), size)
+    faults = []
+    for row, tensor in enumerate(destination.tensor.tolist()):
+        spec, size = destination.tensors[tensor], int(destination.itemsize[row])
+        if held.get(spec.name, size) < min(size, itemsize(spec.dtype)):
+            faults.append(f"{spec.name}: held in {held[spec.name]} bytes an element, wanted in {size}")
+    if faults:
+        raise PlanError("the other engine has rounded tensors that this one needs as they were", sorted(set(faults)))

@@ -104,6 +104,10 @@ class FakeWorkerModel:
         """See ``WorkerModel.begin``."""
         return Memory(tuple(flat_bytes(tensor) for tensor in self.model.tensors.values()))
 
+    def lend(self) -> Memory:
+        """See ``WorkerModel.lend``."""
+        return self.begin()
+
     def finish(self) -> None:
         """See ``WorkerModel.finish``."""
         if self.on_finish is not None:
@@ -117,13 +121,22 @@ class FakeEngine:
     """An engine of several workers and a controller, all in this process. ``EngineHost`` for its own controller."""
 
     def __init__(
-        self, name: str, world: int, config: SyncConfig, *, require_version: bool = False, **sizes: int
+        self,
+        name: str,
+        world: int,
+        config: SyncConfig,
+        *,
+        require_version: bool = False,
+        on_finish: Callable[[], None] | None = None,
+        **sizes: int,
     ) -> None:
         shape = {"hidden": 6, "ffn": 10, "vocab": 11} | sizes
         self.name, self.world, self.config = name, world, config
         self.models = [
             FakeWorkerModel(FakeModel(**shape, rank=rank, world=world, dtype=torch.float32)) for rank in range(world)
         ]
+        for model in self.models:
+            model.on_finish = on_finish
         self.readers: list[WeightReader] = []
         self.controller = EngineController(self, engine=name, config=config, require_version=require_version)
         self.events: list[str] = []
@@ -156,6 +169,11 @@ class FakeEngine:
         return WeightReader(
             self.models[rank], engine=self.name, rank=rank, world=self.world, controlled=True, config=self.config
         )
+
+    async def lend(self, target: str) -> None:
+        """See ``EngineHost.lend``."""
+        self.events.append(f"lend {target}")
+        await self._each(lambda reader: reader.lend(target))
 
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""

@@ -38,6 +38,10 @@ class SglangHost:
         """See ``EngineHost.prepare``."""
         await self._run("prepare")
 
+    async def lend(self, target: str) -> None:
+        """See ``EngineHost.lend``."""
+        await self._run(f"lend:{target}")
+
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""
         await self._run("connect")

@@ -57,7 +57,8 @@ class Worker:
         name, _, argument = command.partition(":")
         if name == "wait":
             return self._wait(float(argument))
-        self._work = self._thread.submit(getattr(self, f"_{name}"))
+        arguments = [argument] if argument else []
+        self._work = self._thread.submit(getattr(self, f"_{name}"), *arguments)
         return RUNNING
 
     def _wait(self, seconds: float) -> str:
@@ -90,6 +91,9 @@ class Worker:
             config=SyncConfig.from_env(),
             device=device_name(model.device),
         )
+
+    def _lend(self, target: str) -> None:
+        self._joined().lend(target)
 
     def _connect(self) -> None:
         self._joined().connect()

@@ -75,6 +75,11 @@ class SglangWorkerModel:
         ]
         if moved:
             raise PlanError("parameters have been replaced since they were traced; restart the engine", moved)
+        return self.lend()
+
+    def lend(self) -> Memory:
+        """See ``WorkerModel.lend``."""
+        tensors = self._tensors()
         return Memory(tuple(flat_bytes(tensors[name]) for name in self._traced))
 
     def finish(self) -> None:

@@ -25,9 +25,18 @@ class VllmHost:
 
     async def prepare(self) -> None:
         """See ``EngineHost.prepare``."""
+        await self._init()
+
+    async def lend(self, target: str) -> None:
+        """See ``EngineHost.lend``."""
+        await self._init(lend=target)
+
+    async def _init(self, **what: str) -> None:
+        """vLLM's one call to its workers that may come at any time."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"controlled": True}))
+        info = {"controlled": True, **what}
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""

@@ -28,10 +28,13 @@ from vllm_awex.layout import VllmWorkerModel
 class AwexInitInfo(WeightTransferInitInfo):
     """``controlled`` is set by the API server's controller; a user of ``LLM(...)`` leaves it out.
 
+    So is ``lend``: the call then does nothing but begin to lend weights to the engine of that name.
+
     ``meta_server`` and ``job`` override the environment.
     """
 
     controlled: bool = False
+    lend: str = ""
     meta_server: str | None = None
     job: str | None = None
 
@@ -52,6 +55,9 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
 
     def init_transfer_engine(self, init_info: AwexInitInfo) -> None:
         """Join the job, and trace the model if a trainer is there. Called again when one appears."""
+        if init_info.lend:
+            self.reader.lend(init_info.lend)
+            return
         if self._reader is None:
             self._reader = self._join(init_info)
         self._reader.prepare()

@@ -120,7 +120,8 @@ class VllmWorkerModel:
         }
         self._refreshed = list(refreshed.values())
         layout = _rebase(trace.layout, buffers, moves)
-        return TracedModel(layout, tuple(_describe(owner) for owner in self._staged), tuple(refreshed))
+        aside = frozenset(i for i, entry in enumerate(self._buffers) if not isinstance(entry, torch.Tensor))
+        return TracedModel(layout, tuple(_describe(owner) for owner in self._staged), tuple(refreshed), aside)
 
     def begin(self) -> Memory:
         """See ``WorkerModel.begin``."""
@@ -128,6 +129,10 @@ class VllmWorkerModel:
             owner.tensors = {name: compat.materialize(meta, self.device) for name, meta in owner.metas.items()}
         tensors = [entry if isinstance(entry, torch.Tensor) else entry[0].tensors[entry[1]] for entry in self._buffers]
         return Memory(tuple(flat_bytes(tensor) for tensor in tensors))
+
+    def lend(self) -> Memory:
+        """See ``WorkerModel.lend``."""
+        return Memory(tuple(flat_bytes(entry) for entry in self._buffers if isinstance(entry, torch.Tensor)))
 
     def finish(self) -> None:
         """See ``WorkerModel.finish``."""

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from awex_core.config import SyncConfig
+from awex_core.engine import LoaderPathModule
 from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout
 from awex_core.layout.live import ShardCollector
 from awex_core.meta.server import MetaServer
 from awex_core.session import ReaderSession
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
-from awex_core.version import Version
+from awex_core.version import INITIAL, Version
 from awex_core.writer import SyncResult, WeightWriter
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ def meta() -> Iterator[MetaServer]:
 
 @pytest.fixture
 def config(meta: MetaServer) -> SyncConfig:
-    return SyncConfig(meta.address, TOKEN, sync_timeout_s=20, connect_timeout_s=10)
+    return SyncConfig(meta.address, TOKEN, sync_timeout_s=60, connect_timeout_s=10, catch_up=False)
 
 
 class Loop:
@@ -343,6 +344,124 @@ def test_patterns_must_fit_the_model_and_be_the_same_on_all_ranks(
     ]
     faults = [str(call.exception(60)) for call in calls]
     assert any("all ranks must ask for the same" in fault for fault in faults), faults
+
+
+# From engine to engine
+
+
+def newest(engine: FakeEngine) -> Version:
+    return engine.controller.version
+
+
+@pytest.mark.parametrize("transport", ["shm", "nccl"])
+@pytest.mark.parametrize(("from_world", "to_world"), [(2, 1), (1, 3)])
+def test_an_engine_that_comes_late_takes_the_version_of_another(
+    config: SyncConfig,
+    loop: Loop,
+    make_trainer: Callable[..., Trainer],
+    transport: Any,
+    from_world: int,
+    to_world: int,
+) -> None:
+    config = replace(config, transport=transport, catch_up=True)
+    first = loop.engine("first", from_world, config)
+    trainer = make_trainer(config=config)
+    trainer.write(1)
+    late = loop.engine("late", to_world, config)
+    eventually(lambda: serves(late) == Version(1, 1))
+    assert holds(late, trainer.weights) and holds(first, trainer.weights)
+    assert first.events[-1] == "lend late" and "pause" not in first.events[-2:], "its requests go on"
+    assert late.events == ["connect 1.1", "pause", "receive", "resume 1.1"]
+    change(trainer, "model.up.weight")
+    figures = publish(trainer, 2, only=["model.up.weight"]).figures
+    assert figures["late"]["moved_nbytes"] <= trainer.weights["model.up.weight"].numel() * 4, "it holds the base"
+    assert holds(late, trainer.weights) and holds(first, trainer.weights)
+
+
+def test_an_engine_takes_the_version_of_another_when_the_trainer_is_gone(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    config = replace(config, catch_up=True)
+    first = loop.engine("first", 2, config)
+    trainer = make_trainer(config=config)
+    trainer.write(1)
+    trainer.close()
+    late = loop.engine("late", 1, config, require_version=True)
+    eventually(lambda: serves(late) == Version(1, 1))
+    assert holds(late, trainer.weights) and not late.controller.why_closed()
+    assert newest(first) == Version(1, 1)
+
+
+def test_a_torn_engine_is_repaired_by_another(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    config = replace(config, catch_up=True)
+    loop.engine("good", 1, config)
+    bad = loop.engine("bad", 2, config)
+    trainer = make_trainer(config=config)
+    trainer.write(1)
+    failed = threading.Event()
+
+    def fail_once() -> None:
+        if not failed.is_set():
+            failed.set()
+            fail_to_finish()
+
+    bad.models[1].on_finish = fail_once
+    trainer.train(2)
+    with pytest.raises(SyncFailed, match="no room"):
+        publish(trainer, 2)
+    eventually(lambda: serves(bad) == Version(1, 2))
+    assert "fail" in bad.events and holds(bad, trainer.weights)
+
+
+def test_a_copy_ends_when_the_trainer_publishes(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    """The engine that is in the middle of it does not commit it, and takes the trainer's version after that."""
+    config = replace(config, catch_up=True)
+    first = loop.engine("first", 1, config)
+    trainer = make_trainer(config=config)
+    trainer.write(1)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        reached.set()
+        go_on.wait(15)
+
+    late = loop.engine("late", 1, config, on_finish=hold)
+    eventually(reached.is_set)
+    trainer.train(2)
+    calls = trainer.start(2)
+    eventually(lambda: newest(first) == Version(1, 2))
+    late.models[0].on_finish = None
+    go_on.set()
+    assert set(calls[0].result(60).committed) == {"first", "late"}
+    eventually(lambda: serves(late) == Version(1, 2))
+    assert holds(late, trainer.weights) and "fail" in late.events
+
+
+def test_an_engine_without_checkpoint_weights_cannot_be_the_source(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(config, catch_up=True)
+    packed = loop.engine("packed", 1, config)
+    trace = packed.models[0].trace
+    packed.models[0].trace = lambda manifest: replace(  # type: ignore[method-assign]
+        trace(manifest), loader_path=(LoaderPathModule("layers.0.experts", "packed after loading", 8),)
+    )
+    trainer = make_trainer(config=config)
+    trainer.write(1)
+    with caplog.at_level("INFO", logger="awex_core.controller"):
+        late = loop.engine("late", 1, config)
+        eventually(lambda: "engine packed has no checkpoint weights of layers.0.experts" in caplog.text)
+    assert newest(late) == INITIAL
+    other = loop.engine("other", 1, replace(config, catch_up=False))
+    assert set(trainer.write(2).committed) == {"late", "other", "packed"}
+    third = loop.engine("third", 2, config)
+    eventually(lambda: serves(third) == Version(1, 2))
+    assert holds(third, trainer.weights)
+    assert {event for event in [*late.events, *other.events] if event.startswith("lend")} == {"lend third"}
 
 
 # Versions and epochs

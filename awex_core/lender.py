@@ -1,0 +1,162 @@
+"""One worker of a ready engine as the source of another engine's weights: what a writer rank does, once.
+
+Runs in a thread of its own, so that the worker goes on answering requests: they
+only read weights. Should the trainer publish meanwhile, the meta server ends
+the copy before the first weight changes, and the other engine does not commit it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import torch
+
+from awex_core.commit.digest import digest_plan, pack_lanes, partial_digest
+from awex_core.config import SyncConfig
+from awex_core.errors import AwexError, TransferError
+from awex_core.layout.live import Memory
+from awex_core.meta.client import MetaClient
+from awex_core.meta.messages import CopyView, JobView, WorkerInfo, WriterInfo
+from awex_core.plan import SourceIndex, index_sources
+from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
+from awex_core.transfer.base import Deadline, Progress
+from awex_core.transfer.shm import ShmExport
+
+logger = logging.getLogger(__name__)
+
+
+class Lender:
+    """Serves one copy from one worker."""
+
+    def __init__(
+        self,
+        target: str,
+        worker: WorkerInfo,
+        memory: Memory,
+        layouts: LayoutCache,
+        client: MetaClient,
+        config: SyncConfig,
+    ) -> None:
+        """Nothing happens before ``run``.
+
+        Args:
+            target: the engine that takes the weights.
+            worker: this worker, as it joined; its layout describes ``memory``.
+            memory: its live weights.
+            layouts: shared with the reader.
+            client: of the meta server.
+            config: the settings.
+        """
+        self._target, self._worker, self._memory = target, worker, memory
+        self._layouts, self._client, self._config = layouts, client, config
+
+    def run(self) -> None:
+        """Offer the weights, serve them, publish their digest, stay until the copy is over. Raises nothing."""
+        copy: CopyView | None = None
+        try:
+            copy = self._copy(self._client.watch())
+            self._serve(copy)
+        except Exception as error:
+            logger.exception("awex: worker %d could not lend to engine %s", self._worker.rank, self._target)
+            if copy is not None:
+                self._report(copy, str(error) or type(error).__name__)
+
+    def _copy(self, view: JobView) -> CopyView:
+        copy = view.copies.get(self._target)
+        if copy is None or copy.source != self._worker.engine or copy.sync.state == "done":
+            raise TransferError(f"engine {self._target} no longer takes weights from engine {self._worker.engine}")
+        return copy
+
+    def _serve(self, copy: CopyView) -> None:
+        deadline = Deadline.after(copy.sync.remaining_s)
+        on_cpu = all(buffer.device.type == "cpu" for buffer in self._memory.buffers)
+        export = ShmExport(self._memory) if on_cpu else None  # must live until the copy is over
+        worker, incarnation = self._worker, self._worker.process.incarnation
+        endpoint = self._client.put_blob(msgspec.msgpack.encode(export.endpoint) if export else b"")
+        info = WriterInfo(
+            rank=worker.rank,
+            world=worker.world,
+            run=f"{worker.engine} to {self._target}",
+            process=worker.process,
+            layout=worker.layout,
+            endpoint=endpoint,
+            manifest=worker.manifest,
+        )
+        self._client.lend(incarnation, self._target, info)
+        view, copy = self._wait_until_ready(copy.number, deadline)
+        sources = index_sources([self._layouts.get(lender.layout) for lender in copy.lenders])
+        workers = view.engines[self._target].workers
+        key = SessionKey(
+            copy.sync.version.epoch, self._target, copy.sync.engines[self._target].generation, copy_key(copy)
+        )
+        session = WriterSession(
+            key,
+            worker.rank,
+            copy.lenders,
+            workers,
+            sources,
+            self._layouts,
+            self._memory,
+            self._client,
+            self._config,
+            deadline,
+        )
+        try:
+            session.send(Progress(), deadline)
+            self._publish_digests(copy, workers, sources)
+            self._wait_until_over(copy.number, deadline)
+        finally:
+            session.close()
+
+    def _wait_until_ready(self, number: int, deadline: Deadline) -> tuple[JobView, CopyView]:
+        """Until all lenders are there and the target has traced."""
+
+        def ready(view: JobView) -> tuple[JobView, CopyView] | None:
+            copy = self._copy(view)
+            if copy.number != number:
+                raise TransferError(f"engine {self._target} takes another copy by now")
+            target = view.engines.get(self._target)
+            if copy.sync.state != "open" or target is None or not target.workers:
+                return None
+            traced = has_traced(self._worker.manifest, target, target.workers[0].world)
+            return (view, copy) if traced else None
+
+        what = f"engine {self._target} to trace its model"
+        return self._client.wait_for(ready, timeout_s=deadline.remaining(what), what=what)
+
+    def _publish_digests(self, copy: CopyView, workers: list[WorkerInfo], sources: SourceIndex) -> None:
+        sync = copy.sync
+        if sync.verify == "off":
+            return
+        digests = {}
+        for name in {worker.layout for worker in workers}:
+            layout = self._layouts.get(name)
+            program = digest_plan(sources, layout, self._worker.rank)
+            with torch.no_grad():
+                digests[name] = pack_lanes(
+                    partial_digest(program, layout, self._memory, sync.verify, sync.version.number)
+                )
+        incarnation = self._worker.process.incarnation
+        self._client.publish_digest(incarnation, sync.version, digests, target=self._target)
+
+    def _wait_until_over(self, number: int, deadline: Deadline) -> None:
+        def over(view: JobView) -> bool | None:
+            copy = view.copies.get(self._target)
+            return True if copy is None or copy.number != number or copy.sync.state == "done" else None
+
+        what = f"engine {self._target} to take the weights"
+        self._client.wait_for(over, timeout_s=deadline.remaining(what), what=what)
+
+    def _report(self, copy: CopyView, reason: str) -> None:
+        try:
+            self._client.report_sender(
+                self._worker.process.incarnation, copy.sync.version, self._target, reason, lender=True
+            )
+        except AwexError as error:
+            logger.error("awex: the meta server could not be told: %s", error)
+
+
+def copy_key(copy: CopyView) -> str:
+    """What tells a copy's values on the meta server from those of versions and other copies."""
+    return f"{copy.source}#{copy.number}"
