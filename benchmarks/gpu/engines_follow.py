@@ -128,13 +128,17 @@ class Outcome:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-def run_case(engine: str, case: Case, folder: Path, meta: dict[str, str]) -> Outcome:
+def make_models(case: Case, folder: Path) -> list[Path]:
+    """Three checkpoints of a case's model: what the engine starts on, and two versions."""
+    return [make_model(folder / case.name / f"seed{seed}", case.kind, seed=seed, **case.sizes) for seed in range(3)]
+
+
+def run_case(engine: str, case: Case, models: list[Path], folder: Path, meta: dict[str, str]) -> Outcome:
     """One case from start to comparison. Every fault is kept, none is raised."""
     outcome = Outcome(case)
     server: VllmOnGpu | None = None
     env = meta | {"AWEX_JOB": case.name}
     try:
-        models = [make_model(folder / f"seed{s}", case.kind, seed=s, **case.sizes) for s in range(3)]
         with ExitStack() as stack:
             start = ENGINES[engine]
             server = stack.enter_context(closing(start(case, models[0], folder / "live", 1, env, follow=True)))
@@ -182,7 +186,11 @@ def main() -> None:
     token = os.urandom(16).hex()
     with MetaServer(token) as meta, ThreadPoolExecutor(len(chosen)) as pool:
         members = {"AWEX_META_SERVER": meta.address, "AWEX_TOKEN": token}
-        running = [pool.submit(run_case, engine, case, folder / case.name, members) for case in chosen]
+        running = [
+            # Models one by one: importing transformers in several threads at a time fails.
+            pool.submit(run_case, engine, case, make_models(case, folder), folder / case.name, members)
+            for case in chosen
+        ]
         outcomes = [future.result() for future in running]
     figures = []
     for outcome in outcomes:

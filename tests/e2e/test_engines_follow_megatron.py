@@ -98,7 +98,7 @@ def _reference(case: Case, model: Path, folder: Path) -> Reference | SglangRefer
     if case.engine == "sglang":
         return SglangReference(model, folder, tp=case.tp, dtype=case.dtype)
     # vLLM's own reload forgets the packed copy that a tied head computes from.
-    anew = case.kind == "qwen3-tied" and _packs_linears(case.dtype)
+    anew = case.kind == "qwen3-tied" and packs_linears(case.dtype)
     return Reference(model, folder, tp=case.tp, dtype=case.dtype, anew=anew)
 
 
@@ -165,11 +165,11 @@ def _check_answers_in_flight(stage: Stage, answers: list[dict[str, Any]], newest
 def _check_figures(stage: Stage, result: dict[str, Any]) -> None:
     (figures,) = result["figures"].values()
     assert figures["verified_nbytes"] == figures["moved_nbytes"] > 0
-    live = stage.case.engine == "sglang" or not _packs_linears(stage.case.dtype)
+    live = stage.case.engine == "sglang" or not packs_linears(stage.case.dtype)
     assert (figures["loader_path_nbytes"] == 0) == live
 
 
-def _packs_linears(dtype: str) -> bool:
+def packs_linears(dtype: str) -> bool:
     """Whether vLLM's CPU kernels replace linear weights by packed ones: always in float32, else with AVX-512."""
     return dtype == "float32" or "avx512f" in Path("/proc/cpuinfo").read_text()
 
