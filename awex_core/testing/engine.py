@@ -18,6 +18,7 @@ kill processes. Every wait has a limit.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +26,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillRunning
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from awex_core.config import SyncConfig
 from awex_core.meta.client import MetaClient
@@ -99,7 +102,7 @@ class Site:
     early: CheckpointTrainer
     """Has published version 1 of seed 1 before the engine was there."""
     _client: MetaClient
-    _expected: dict[int, tuple[Path, tuple[int, ...]]] = field(default_factory=dict)
+    _expected: dict[int | Path, tuple[Path, tuple[int, ...]]] = field(default_factory=dict)
     _count: int = 0
 
     def new_folder(self, name: str) -> Path:
@@ -161,20 +164,31 @@ class Site:
         """What it serves now."""
         return Answer(self.version(), tuple(self.engine.complete(PROMPT, TOKENS)["tokens"]))
 
-    def expected(self, seed: int) -> tuple[Path, tuple[int, ...]]:
-        """Dump and tokens of an engine that was loaded from the checkpoint."""
-        if seed not in self._expected:
-            fresh, folder = self.fresh(self.checkpoint(seed)), self.new_folder(f"expected-{seed}")
+    def expected(self, checkpoint: int | Path) -> tuple[Path, tuple[int, ...]]:
+        """Dump and tokens of an engine that was loaded from the checkpoint (or that of a seed)."""
+        if checkpoint not in self._expected:
+            path = self.checkpoint(checkpoint) if isinstance(checkpoint, int) else checkpoint
+            fresh, folder = self.fresh(path), self.new_folder("expected")
             fresh.dump(folder)
-            self._expected[seed] = folder, tuple(fresh.complete(PROMPT, TOKENS)["tokens"])
-        return self._expected[seed]
+            self._expected[checkpoint] = folder, tuple(fresh.complete(PROMPT, TOKENS)["tokens"])
+        return self._expected[checkpoint]
 
-    def check_serves(self, result: Mapping[str, Any], seed: int) -> None:
-        """The version of ``result`` has been committed, is served, and is bit for bit the checkpoint of a seed."""
+    def mixed(self, seed: int, other: int, pattern: str) -> Path:
+        """The checkpoint of a seed, with another one's tensors where the name matches."""
+        folder = self.new_folder("mixed")
+        shutil.copytree(self.checkpoint(seed), folder)
+        for file in folder.glob("*.safetensors"):
+            mine, theirs = load_file(file), load_file(self.checkpoint(other) / file.name)
+            chosen = {name: theirs[name] if fnmatchcase(name, pattern) else mine[name] for name in mine}
+            save_file(chosen, file, metadata={"format": "pt"})
+        return folder
+
+    def check_serves(self, result: Mapping[str, Any], checkpoint: int | Path) -> None:
+        """The version of ``result`` has been committed, is served, and is bit for bit the checkpoint."""
         assert len(result["committed"]) == 1 and not result["failed"], result
         eventually(lambda: (self.state(), self.version()) == ("ready", result["version"]), "serving the version")
-        expected, tokens = self.expected(seed)
-        found = self.new_folder(f"found-{seed}")
+        expected, tokens = self.expected(checkpoint)
+        found = self.new_folder("found")
         self.engine.dump(found)
         differences = self.compare(found, expected)
         assert not differences, "\n".join(differences)
@@ -266,6 +280,9 @@ class EngineTests:
     omitted: tuple[str, ...] = ("model.layers.1.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight")
     """Tensors of the checkpoint that have the same name in the engine; one by one, a trainer lacks them."""
 
+    changed = "model.layers.2.*"
+    """Pattern of the tensors that a partial update moves."""
+
     one_sided = True
     """Whether the engine can receive while one trainer rank sits still (shared memory)."""
 
@@ -298,28 +315,41 @@ class EngineTests:
         assert site.early.all("wait_for_engines", count=1, timeout_s=PATIENCE_S)
         assert (site.state(), site.version()) == ("ready", "0.0")
         assert site.answer().tokens == site.expected(0)[1]
-        site.check_serves(site.early.publish(2), seed=1)
+        site.check_serves(site.early.publish(2), 1)
         site.early.close()
 
     @pytest.mark.parametrize("world", [1, 2])
     def test_versions_arrive_bit_equal(self, site: Site, world: int) -> None:
         """The first version of a trainer, and one that uses the connections of the first."""
         with site.trainer(2, world=world) as trainer:
-            site.check_serves(trainer.publish(1), seed=2)
+            site.check_serves(trainer.publish(1), 2)
             trainer.load(site.checkpoint(3))
-            site.check_serves(trainer.publish(7), seed=3)
+            site.check_serves(trainer.publish(7), 3)
 
     def test_nothing_cached_under_one_version_is_used_under_the_next(self, site: Site) -> None:
         """The same prompt is answered from the cache before a version, and not after it."""
         with site.trainer(1) as trainer:
-            site.check_serves(trainer.publish(1), seed=1)
+            site.check_serves(trainer.publish(1), 1)
             assert site.engine.complete(PROMPT, TOKENS)["cached"] > 0, "the engine must cache prefixes"
             trainer.load(site.checkpoint(2))
             result = trainer.publish(2)
         after = site.engine.complete(PROMPT, TOKENS)
         assert after["cached"] == 0
         assert tuple(after["tokens"]) == site.expected(2)[1] != site.expected(1)[1]
-        site.check_serves(result, seed=2)
+        site.check_serves(result, 2)
+
+    def test_a_partial_update_moves_only_what_it_names(self, site: Site) -> None:
+        """The rest stays, and the whole model is checked."""
+        with site.trainer(1) as trainer:
+            result = trainer.publish(1)
+            site.check_serves(result, 1)
+            (whole,) = result["figures"].values()
+            mixed = site.mixed(1, 2, self.changed)
+            trainer.load(mixed)
+            result = trainer.publish(2, only=[self.changed])
+            (part,) = result["figures"].values()
+            assert part["moved_nbytes"] < whole["moved_nbytes"] == part["verified_nbytes"]
+            site.check_serves(result, mixed)
 
     def test_a_missing_tensor_is_refused_by_name_and_the_engine_goes_on(self, site: Site) -> None:
         """It answers as before, and follows a trainer that fits."""
@@ -333,7 +363,7 @@ class EngineTests:
                 assert name in str(caught.value)
                 assert site.answer() == before
             trainer.join()
-            site.check_serves(trainer.publish(1), seed=3)
+            site.check_serves(trainer.publish(1), 3)
 
     def test_a_version_that_the_trainer_gives_up_while_it_is_received(self, site: Site) -> None:
         """The time limit ends it on both sides; the same trainer's next version is followed."""
@@ -346,7 +376,7 @@ class EngineTests:
                 trainer.ranks[1].receive()
             site.check_intact_or_refusing(before)
             trainer.load(site.checkpoint(2))
-            site.check_serves(trainer.publish(2), seed=2)
+            site.check_serves(trainer.publish(2), 2)
 
     def test_a_trainer_that_dies_before_bytes_move(self, site: Site) -> None:
         """The next trainer is followed."""
@@ -360,7 +390,7 @@ class EngineTests:
             eventually(lambda: site.sync_state() == "done", "the end of the version")
             site.check_intact_or_refusing(before)
         with site.trainer(3) as trainer:
-            site.check_serves(trainer.publish(1), seed=3)
+            site.check_serves(trainer.publish(1), 3)
 
     def test_a_trainer_rank_that_is_killed_while_the_engine_receives(self, site: Site) -> None:
         """It is named; requests in flight end; a torn engine answers nothing until a new trainer repairs it."""
@@ -378,7 +408,7 @@ class EngineTests:
             for request in flying:
                 assert state == "ready" or not _is_complete(request, 400), "a torn engine went on with a request"
         with site.trainer(3) as trainer:
-            site.check_serves(trainer.publish(1), seed=3)
+            site.check_serves(trainer.publish(1), 3)
 
 
 def _is_complete(request: Future[dict[str, Any]], tokens: int) -> bool:

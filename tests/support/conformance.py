@@ -120,13 +120,13 @@ class LiveEngineTests(EngineTests):
                 assert complaint in str(caught.value)
             assert site.answer() == before
         with site.trainer(2) as trainer:
-            site.check_serves(trainer.publish(1), seed=2)
+            site.check_serves(trainer.publish(1), 2)
 
     def test_a_meta_server_that_is_killed_during_a_sync_ends_it_in_time_and_all_join_again(
         self, site: Site, meta: MetaServerProcess
     ) -> None:
         with site.trainer(1) as trainer:
-            site.check_serves(trainer.publish(1), seed=1)
+            site.check_serves(trainer.publish(1), 1)
             with stopped(site.workers()[0]):
                 trainer.send("write", version=2, options={"timeout_s": 5})
                 eventually(lambda: site.sync_state() == "open", "opening the version")
@@ -136,7 +136,7 @@ class LiveEngineTests(EngineTests):
             meta.start()
             assert len(trainer.all("wait_for_engines", count=1, timeout_s=PATIENCE_S)[0]) == 1
             trainer.load(site.checkpoint(3))
-            site.check_serves(trainer.publish(3), seed=3)
+            site.check_serves(trainer.publish(3), 3)
 
     def test_an_engine_worker_that_is_killed_during_a_sync_is_named_and_the_next_version_reaches_nobody(
         self, site: Site
