@@ -39,7 +39,7 @@ class DumpExtension:
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named if tensor.numel()}
         for name, module in model.named_modules():
             if hasattr(module, "cpu_linear"):
-                tensors[f"{name}.@output"] = _output(module)
+                tensors[f"{name}.@output"] = linear_output(module)
         save_file(tensors, path / f"worker{self.rank}.safetensors")
         return len(tensors)
 
@@ -48,7 +48,8 @@ class DumpExtension:
         return awex_modules()
 
 
-def _output(module: Any) -> torch.Tensor:
+def linear_output(module: Any) -> torch.Tensor:
+    """What a linear layer computes on a fixed input."""
     size = next(
         getattr(module, name)
         for name in ("input_size_per_partition", "input_size", "embedding_dim")
