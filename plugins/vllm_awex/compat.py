@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -109,20 +110,20 @@ def hides_copy(module: torch.nn.Module) -> bool:
     return getattr(getattr(module, "cpu_linear", None), "__closure__", None) is not None
 
 
-def may_transform(module: torch.nn.Module) -> str:
-    """The method that may rearrange a module's weights after loading; empty when none does.
+def may_transform(module: torch.nn.Module) -> bool:
+    """Whether a module has a post-load step that may rearrange its weights; rehearse it to know.
 
-    A permuted weight can have the shape it had before, so only methods known to leave weights alone
-    (besides packing a copy, see ``hides_copy``) count as harmless.
+    A permuted weight can have the shape it had before. Only two steps are known to leave weights alone
+    (besides packing a copy, see ``hides_copy``) and need no rehearsal.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     method = getattr(module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase):
-        return ""
+        return False
     harmless = type(method).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
     inherited = type(method).process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading
-    return "" if harmless or inherited else type(method).__name__
+    return not (harmless or inherited)
 
 
 def refresh_module(module: torch.nn.Module) -> None:
@@ -142,23 +143,230 @@ def process_module(module: torch.nn.Module, tensors: Tensors) -> None:
     """Give a module checkpoint-format tensors, let it process them, and keep its live storage.
 
     What vLLM's own layerwise reload does to one module once its weights are
-    there. Tensors that the engine reads keep their addresses.
+    there, and what that leaves out: packed copies are made anew, and tensors
+    of the module's kernel get the new values where they are.
+
+    Raises:
+        PlanError: the step made something that does not fit what the engine reads.
+    """
+    with _post_load_step(module, tensors) as step:
+        _copy_onto(step.live, step.made, "")
+        for name in sorted(step.kept.keys() & vars(module).keys() - _TENSOR_DICTS):
+            old, new = step.kept[name], vars(module)[name]
+            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and old is not new:
+                _copy_onto({name: old}, {name: new}, "")
+                setattr(module, name, old)
+        own = {tensor.untyped_storage()._cdata for tensor in step.live.values()}
+        for name, old in step.kept_method.items():
+            _graft(old, vars(module.quant_method).get(name), own, f"{type(module.quant_method).__name__}.{name}")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a module's post-load step does: ``refused`` says why it cannot be repeated.
+
+    ``changes`` says in words what becomes of the weights; empty when they stay as they are.
+    """
+
+    changes: str = ""
+    refused: str = ""
+
+
+def rehearse(module: torch.nn.Module, metas: Tensors, device: torch.device) -> Rehearsal:
+    """Run a module's post-load step on random numbers, and put everything back as it was."""
+    random = torch.Generator(device=device).manual_seed(0)
+    given = {name: _noise(materialize(meta, device), random) for name, meta in metas.items()}
+    before = {name: tensor.detach().clone() for name, tensor in given.items()}
+    try:
+        with _post_load_step(module, given) as step:
+            try:
+                return Rehearsal(_changes(step, before), _misfit(module, step))
+            finally:
+                for name in vars(module).keys() - step.kept.keys():
+                    delattr(module, name)
+                for name in step.kept.keys() - _TENSOR_DICTS:
+                    module.__dict__[name] = step.kept[name]
+    except Exception as error:  # noqa: BLE001 - the engine's own step may raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Rehearsal(refused=f"its post-load step ({_method_name(module)}) cannot be repeated: {reason}")
+
+
+_TENSOR_DICTS = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A module's own tensors before a post-load step (``live``) and after it (``made``), and what else it had."""
+
+    live: Tensors
+    made: Tensors
+    kept: dict[str, Any]
+    kept_method: dict[str, Any]
+
+
+@contextmanager
+def _post_load_step(module: torch.nn.Module, tensors: Tensors) -> Iterator[_Step]:
+    """Within: the module as its post-load step left it, given checkpoint-format tensors.
+
+    Afterwards it has its live tensors again, and its method what it had before.
     """
     layerwise, meta = _reload_modules()
+    live = own_tensors(module)
     info = _remember_live(module, layerwise)
-    meta.restore_layer_on_meta(module, info)
-    for name, tensor in tensors.items():
-        setattr(module, name, tensor)
-    meta.materialize_layer(module, info)
-    if hasattr(module, "_already_called_process_weights_after_loading"):
-        del module._already_called_process_weights_after_loading
-    quant_method = getattr(module, "quant_method", None)
-    if quant_method is not None:
-        quant_method.process_weights_after_loading(module)
-    if hasattr(module, "update_param_tp_status"):
-        module.update_param_tp_status()  # type: ignore[operator]
-    layerwise._copy_and_restore_kernel_tensors(module, info)
-    info.reset()
+    method = getattr(module, "quant_method", None)
+    kept, kept_method = dict(vars(module)), dict(vars(method)) if method is not None else {}
+    try:
+        meta.restore_layer_on_meta(module, info)
+        for name, tensor in tensors.items():
+            setattr(module, name, tensor)
+        meta.materialize_layer(module, info)
+        if hasattr(module, "_already_called_process_weights_after_loading"):
+            del module._already_called_process_weights_after_loading
+        if method is not None:
+            if kept_method.get("moe_kernel") is not None:
+                method.moe_kernel = None  # type: ignore[union-attr]  # or packing for the kernel would be skipped
+            method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+        if hasattr(module, "update_param_tp_status"):
+            module.update_param_tp_status()  # type: ignore[operator]
+        yield _Step(live, own_tensors(module), kept, kept_method)
+    finally:
+        for name in [*module._parameters, *module._buffers]:
+            delattr(module, name)
+        layerwise._place_kernel_tensors(module, info)
+        info.reset()
+        if method is not None:
+            vars(method).clear()
+            vars(method).update(kept_method)
+
+
+def _noise(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Fill a tensor with positive numbers that any step can compute with."""
+    numbers = torch.rand(tensor.shape, generator=random, device=tensor.device) + 0.5
+    integer = not tensor.dtype.is_floating_point
+    tensor.data.copy_((numbers * 60).to(tensor.dtype) if integer else numbers.to(tensor.dtype))
+    return tensor
+
+
+def _changes(step: _Step, given: Tensors) -> str:
+    """What became of the tensors that a step was given, in words; empty when they are as they were."""
+    for name, before in given.items():
+        after = step.made.get(name)
+        if after is None:
+            return f"drops {name}"
+        if after.shape != before.shape or after.dtype != before.dtype:
+            return f"turns {name} from {_kind(before)} into {_kind(after)}"
+        if not torch.equal(_bits(after), _bits(before)):
+            return f"rearranges {name}"
+    added = sorted(step.made.keys() - given.keys())
+    if any(name not in step.live or not torch.equal(step.made[name], step.live[name]) for name in added):
+        return f"computes {', '.join(added)}"
+    return ""
+
+
+def _misfit(module: torch.nn.Module, step: _Step) -> str:
+    """Why what a step makes cannot be put where the engine reads it; empty when it can."""
+    method = _method_name(module)
+    for name, live in step.live.items():
+        made = step.made.get(name)
+        if made is None:
+            return f"{method} makes no {name}, which the engine reads"
+        if made.shape != live.shape or made.dtype != live.dtype:
+            return f"{method} makes {name} as {_kind(made)}, and the engine reads {_kind(live)}"
+    for name, old in step.kept.items():
+        new = vars(module).get(name)
+        if isinstance(old, float) and isinstance(new, float) and old != new:
+            return f"{method} computes the number {name} from weights, which captured graphs would keep"
+    return ""
+
+
+def _copy_onto(live: Tensors, made: Tensors, where: str) -> None:
+    for name, tensor in live.items():
+        new = made.get(name)
+        if new is tensor:
+            continue
+        if new is None or new.shape != tensor.shape or new.dtype != tensor.dtype:
+            had = "nothing" if new is None else _kind(new)
+            raise PlanError("a post-load step made what the engine cannot read", [f"{where}{name}: {had}"])
+        tensor.data.copy_(new.data)
+
+
+def _graft(old: Any, new: Any, own: set[int], where: str, depth: int = 6) -> None:
+    """Give the tensors within ``old`` the values of those within ``new``; ``own`` storages have theirs already."""
+    if old is new or old is None or not depth or isinstance(old, torch.nn.Module):
+        return
+    if isinstance(old, torch.Tensor):
+        if isinstance(new, torch.Tensor) and old.untyped_storage()._cdata not in own:
+            _copy_onto({where: old}, {where: new}, "")
+        return
+    if type(old) is not type(new):
+        return
+    if isinstance(old, (list, tuple)):
+        pairs = [(str(index), *pair) for index, pair in enumerate(zip(old, new, strict=False))]
+    elif isinstance(old, dict):
+        pairs = [(str(key), value, new.get(key)) for key, value in old.items()]
+    elif type(old).__module__.startswith("vllm.model_executor") and hasattr(old, "__dict__"):
+        pairs = [(key, value, vars(new).get(key)) for key, value in vars(old).items()]
+    else:
+        return
+    for key, before, after in pairs:
+        _graft(before, after, own, f"{where}.{key}", depth - 1)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _method_name(module: torch.nn.Module) -> str:
+    return type(getattr(module, "quant_method", None) or module).__name__
+
+
+def post_load_kind(module: torch.nn.Module, metas: Tensors) -> object:
+    """Modules for which this is equal have the same post-load step, on tensors of the same shapes."""
+    method = getattr(module, "quant_method", None)
+    choices = sorted((name, str(value)) for name, value in vars(method).items() if "backend" in name) if method else []
+    live = {name: (tuple(t.shape), t.dtype, t.stride()) for name, t in own_tensors(module).items()}
+    given = {name: (tuple(t.shape), t.dtype) for name, t in metas.items()}
+    return (type(module), type(method), str(choices), str(sorted(live.items())), str(sorted(given.items())))
+
+
+def derives_from_weights(module: torch.nn.Module) -> bool:
+    """Whether a module is latent attention, which multiplies matrices computed from ``kv_b_proj``."""
+    return hasattr(module, "kv_b_proj") and hasattr(module, "impl") and hasattr(module, "process_weights_after_loading")
+
+
+def refresh_derived(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Let latent attention compute its matrices anew from its live weights, where they were before.
+
+    They are parameters in 0.32 and plain attributes in 0.25.1.
+    """
+    before = {**own_tensors(module), **_plain_tensors(module)}
+    module.process_weights_after_loading(dtype)  # type: ignore[operator]
+    after = {**own_tensors(module), **_plain_tensors(module)}
+    _copy_onto(before, after, f"{type(module).__name__}.")
+    for name, tensor in before.items():
+        if after[name] is not tensor:
+            if name in module._parameters or name in module._buffers:
+                (module._parameters if name in module._parameters else module._buffers)[name] = tensor  # type: ignore[index, assignment]
+            else:
+                setattr(module, name, tensor)
+
+
+def _plain_tensors(module: torch.nn.Module) -> Tensors:
+    return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+
+
+def why_not_refreshable(module: torch.nn.Module, live_storages: set[int]) -> str:
+    """Why an attention layer computes something from weights that cannot be computed again; empty mostly."""
+    if getattr(module, "is_amx_bmm_enabled", False):
+        return "latent attention packs its weights for AMX and drops them, so that they cannot be refreshed"
+    sinks = getattr(getattr(module, "impl", None), "sinks", None)
+    if isinstance(sinks, torch.Tensor) and sinks.untyped_storage()._cdata not in live_storages:
+        return f"{type(module.impl).__name__} keeps a converted copy of the attention sinks, which it makes only once"
+    return ""
 
 
 async def set_weight_version(engine: Any, version: str) -> None:
