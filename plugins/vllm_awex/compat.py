@@ -224,8 +224,8 @@ def _post_load_step(module: torch.nn.Module, tensors: Tensors) -> Iterator[_Step
             del module._already_called_process_weights_after_loading
         if method is not None:
             if kept_method.get("moe_kernel") is not None:
-                method.moe_kernel = None  # type: ignore[union-attr]  # or packing for the kernel would be skipped
-            method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+                method.moe_kernel = None  # or packing for the kernel would be skipped
+            method.process_weights_after_loading(module)
         if hasattr(module, "update_param_tp_status"):
             module.update_param_tp_status()  # type: ignore[operator]
         yield _Step(live, own_tensors(module), kept, kept_method)
@@ -350,7 +350,7 @@ def refresh_derived(module: torch.nn.Module, dtype: torch.dtype) -> None:
     for name, tensor in before.items():
         if after[name] is not tensor:
             if name in module._parameters or name in module._buffers:
-                (module._parameters if name in module._parameters else module._buffers)[name] = tensor  # type: ignore[index, assignment]
+                (module._parameters if name in module._parameters else module._buffers)[name] = tensor  # type: ignore[assignment]
             else:
                 setattr(module, name, tensor)
 

@@ -6,6 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+OTHER_RANK = "another rank refuses"
+"""What a rank says that could take the model itself."""
+
 
 @dataclass(frozen=True)
 class Cell:

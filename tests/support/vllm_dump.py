@@ -19,7 +19,7 @@ _NOT_WEIGHTS = ("kv_cache", "_q_scale_float", "k_cache")
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By name; tensors that are no parameter are under ``module.@attribute...``, and hidden ones by what they compute."""
+    """By name; those that are no parameter as ``module.@attribute``, packed ones also by what they compute."""
     tensors: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         own = {**module._parameters, **module._buffers}

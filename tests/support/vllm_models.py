@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.cells import Cell, Outcome
+from tests.support.cells import OTHER_RANK, Cell, Outcome
 
 ENV = {
     "VLLM_PLUGINS": "",  # ours would be loaded, and the oracle must have none of it
@@ -81,10 +81,10 @@ def _merge(cell: Cell, files: Sequence[Path]) -> Outcome:
     if not all(file.exists() for file in files):
         return Outcome(cell, differences=("a rank died; see the log",))
     parts = [Outcome.from_json(file.read_text()) for file in files]
-    refused = next((part.refused for part in parts if part.refused), "")
+    refused = sorted((part.refused for part in parts if part.refused), key=lambda why: why == OTHER_RANK)
     return Outcome(
         cell,
-        refused=refused,
+        refused=refused[0] if refused else "",
         differences=tuple(difference for part in parts for difference in part.differences),
         loader_path=tuple(dict.fromkeys(module for part in parts for module in part.loader_path)),
         loader_path_share=max(part.loader_path_share for part in parts),

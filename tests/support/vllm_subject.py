@@ -22,7 +22,7 @@ from awex_core.reader import write_constants
 from awex_core.session import check_complete
 from awex_core.testing.checkpoint_trainer import CheckpointSlice
 from awex_core.transfer.views import descriptor_view
-from tests.support.cells import Cell, Outcome
+from tests.support.cells import OTHER_RANK, Cell, Outcome
 from tests.support.compare import difference
 from tests.support.mutations import MUTATIONS
 from tests.support.vllm_dump import model_tensors
@@ -53,7 +53,7 @@ def follow(
     seconds["trace"] = time.perf_counter() - begun
     layouts = _share(encode_layout(traced.layout) if traced else b"")
     if traced is None or not all(layouts):
-        return Outcome(cell, refused=refused or "another rank refuses", seconds=seconds)
+        return Outcome(cell, refused=refused or OTHER_RANK, seconds=seconds)
     try:
         check_complete(sources, [decode_layout(blob) for blob in layouts], "of this cell")
     except PlanError as error:
