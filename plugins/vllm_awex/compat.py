@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -60,14 +61,14 @@ def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
     try:
         for module in model.modules():
             info = _remember_live(module, layerwise)
-            restored.append((module, info))
+            restored.append((_registered(module), info))
             meta.restore_layer_on_meta(module, info)
             for tensor in own_tensors(module).values():
                 _unwrap_loader(tensor, layerwise)
         yield
     finally:
-        for module, info in restored:
-            layerwise._place_kernel_tensors(module, info)
+        for registered, info in restored:
+            _restore(registered)
             info.reset()
 
 
@@ -75,12 +76,28 @@ def _reload_modules() -> tuple[Any, Any]:
     layerwise = importlib.import_module(f"{_RELOAD}.layerwise")
     meta = importlib.import_module(f"{_RELOAD}.meta")
     for module, names in (
-        (layerwise, ("get_layerwise_info", "_place_kernel_tensors", "_copy_and_restore_kernel_tensors")),
+        (layerwise, ("get_layerwise_info", "_get_original_loader")),
         (meta, ("restore_layer_on_meta", "materialize_layer", "materialize_meta_tensor")),
     ):
         for name in names:
             getattr(module, name)
     return layerwise, meta
+
+
+Snapshot = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Dictionaries that belong to modules and objects, and what was in them."""
+
+
+def _registered(module: torch.nn.Module) -> Snapshot:
+    """A module's parameters and buffers, absent ones (None) included."""
+    return [(module._parameters, dict(module._parameters)), (module._buffers, dict(module._buffers))]
+
+
+def _restore(snapshot: Snapshot) -> None:
+    for entries, kept in snapshot:
+        for name in entries.keys() - kept.keys() - {*_MODULE_DICTS}:
+            del entries[name]
+        entries.update(kept)
 
 
 def _remember_live(module: torch.nn.Module, layerwise: Any) -> Any:
@@ -150,15 +167,12 @@ def process_module(module: torch.nn.Module, tensors: Tensors) -> None:
         PlanError: the step made something that does not fit what the engine reads.
     """
     with _post_load_step(module, tensors) as step:
-        _copy_onto(step.live, step.made, "")
-        for name in sorted(step.kept.keys() & vars(module).keys() - _TENSOR_DICTS):
-            old, new = step.kept[name], vars(module)[name]
-            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and old is not new:
-                _copy_onto({name: old}, {name: new}, "")
-                setattr(module, name, old)
+        _copy_onto(step.live, step.made)
         own = {tensor.untyped_storage()._cdata for tensor in step.live.values()}
-        for name, old in step.kept_method.items():
-            _graft(old, vars(module.quant_method).get(name), own, f"{type(module.quant_method).__name__}.{name}")
+        for entries, kept in step.state:
+            for name, old in kept.items():
+                if _graft(old, entries.get(name), own):
+                    entries[name] = old
 
 
 @dataclass(frozen=True)
@@ -182,39 +196,37 @@ def rehearse(module: torch.nn.Module, metas: Tensors, device: torch.device) -> R
             try:
                 return Rehearsal(_changes(step, before), _misfit(module, step))
             finally:
-                for name in vars(module).keys() - step.kept.keys():
-                    delattr(module, name)
-                for name in step.kept.keys() - _TENSOR_DICTS:
-                    module.__dict__[name] = step.kept[name]
+                _restore(step.state)
     except Exception as error:  # noqa: BLE001 - the engine's own step may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return Rehearsal(refused=f"its post-load step ({_method_name(module)}) cannot be repeated: {reason}")
 
 
-_TENSOR_DICTS = frozenset({"_parameters", "_buffers", "_modules"})
+_MODULE_DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_DEPTH = 6
+"""How many attributes deep a kernel keeps tensors: method, kernel, experts, quantisation config, its parts."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A module's own tensors before a post-load step (``live``) and after it (``made``), and what else it had."""
+    """A module's own tensors before a post-load step (``live``) and after it (``made``).
+
+    ``state`` is what the module and its method had besides.
+    """
 
     live: Tensors
     made: Tensors
-    kept: dict[str, Any]
-    kept_method: dict[str, Any]
+    state: Snapshot
 
 
 @contextmanager
 def _post_load_step(module: torch.nn.Module, tensors: Tensors) -> Iterator[_Step]:
-    """Within: the module as its post-load step left it, given checkpoint-format tensors.
-
-    Afterwards it has its live tensors again, and its method what it had before.
-    """
+    """Within: the module as its post-load step left it, given checkpoint-format tensors. Then it has its own again."""
     layerwise, meta = _reload_modules()
-    live = own_tensors(module)
+    live, registered, state = own_tensors(module), _registered(module), list(_state(module, set(), _DEPTH))
+    not_persistent = set(module._non_persistent_buffers_set)
     info = _remember_live(module, layerwise)
-    method = getattr(module, "quant_method", None)
-    kept, kept_method = dict(vars(module)), dict(vars(method)) if method is not None else {}
+    method: Any = getattr(module, "quant_method", None)
     try:
         meta.restore_layer_on_meta(module, info)
         for name, tensor in tensors.items():
@@ -222,21 +234,48 @@ def _post_load_step(module: torch.nn.Module, tensors: Tensors) -> Iterator[_Step
         meta.materialize_layer(module, info)
         if hasattr(module, "_already_called_process_weights_after_loading"):
             del module._already_called_process_weights_after_loading
-        if method is not None:
-            if kept_method.get("moe_kernel") is not None:
-                method.moe_kernel = None  # or packing for the kernel would be skipped
-            method.process_weights_after_loading(module)
-        if hasattr(module, "update_param_tp_status"):
-            module.update_param_tp_status()  # type: ignore[operator]
-        yield _Step(live, own_tensors(module), kept, kept_method)
+        try:
+            if method is not None:
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None  # or packing for the kernel would be skipped
+                method.process_weights_after_loading(module)
+            if hasattr(module, "update_param_tp_status"):
+                module.update_param_tp_status()
+        except BaseException:
+            _restore(state)
+            raise
+        yield _Step(live, own_tensors(module), state)
     finally:
-        for name in [*module._parameters, *module._buffers]:
-            delattr(module, name)
-        layerwise._place_kernel_tensors(module, info)
+        _restore(registered)
+        module._non_persistent_buffers_set.clear()
+        module._non_persistent_buffers_set.update(not_persistent)
         info.reset()
-        if method is not None:
-            vars(method).clear()
-            vars(method).update(kept_method)
+
+
+def _state(owner: Any, seen: set[int], depth: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The attributes of an object and of those it leads to: a layer's method, kernel and scheme, not other layers."""
+    if id(owner) in seen or not depth:
+        return
+    seen.add(id(owner))
+    kept = {name: value for name, value in vars(owner).items() if name not in _MODULE_DICTS}
+    yield vars(owner), kept
+    children = getattr(owner, "_modules", {})
+    yield children, dict(children)
+    for value in [*kept.values(), *children.values()]:
+        for entry in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        ):
+            if _is_part(entry):
+                yield from _state(entry, seen, depth - 1)
+
+
+def _is_part(value: Any) -> bool:
+    """Whether an object is part of a layer's method: one of vLLM's own, and no layer with weights."""
+    if isinstance(value, (torch.Tensor, type)) or not hasattr(value, "__dict__"):
+        return False
+    if isinstance(value, torch.nn.Module) and any(True for _ in chain(value.parameters(), value.buffers())):
+        return False
+    return type(value).__module__.startswith("vllm.model_executor")
 
 
 def _noise(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
@@ -272,44 +311,51 @@ def _misfit(module: torch.nn.Module, step: _Step) -> str:
             return f"{method} makes no {name}, which the engine reads"
         if made.shape != live.shape or made.dtype != live.dtype:
             return f"{method} makes {name} as {_kind(made)}, and the engine reads {_kind(live)}"
-    for name, old in step.kept.items():
-        new = vars(module).get(name)
-        if isinstance(old, float) and isinstance(new, float) and old != new:
-            return f"{method} computes the number {name} from weights, which captured graphs would keep"
+    for entries, kept in step.state:
+        for name, old in kept.items():
+            new = entries.get(name)
+            if isinstance(old, float) and isinstance(new, float) and old != new:
+                return f"{method} computes the number {name} from weights, which captured graphs would keep"
     return ""
 
 
-def _copy_onto(live: Tensors, made: Tensors, where: str) -> None:
+def _copy_onto(live: Tensors, made: Tensors) -> None:
     for name, tensor in live.items():
         new = made.get(name)
         if new is tensor:
             continue
         if new is None or new.shape != tensor.shape or new.dtype != tensor.dtype:
             had = "nothing" if new is None else _kind(new)
-            raise PlanError("a post-load step made what the engine cannot read", [f"{where}{name}: {had}"])
+            raise PlanError("a post-load step did not make what the engine reads", [f"{name}: {had}"])
         tensor.data.copy_(new.data)
 
 
-def _graft(old: Any, new: Any, own: set[int], where: str, depth: int = 6) -> None:
-    """Give the tensors within ``old`` the values of those within ``new``; ``own`` storages have theirs already."""
-    if old is new or old is None or not depth or isinstance(old, torch.nn.Module):
-        return
+def _graft(old: Any, new: Any, own: set[int], depth: int = _DEPTH) -> bool:
+    """Give the tensors within ``old`` the values of those within ``new``; whether ``old`` is what must stay.
+
+    ``own`` storages have their values already. A packed copy behind a handle or in a function is no tensor
+    that anyone else could hold: there the new one stays.
+    """
+    if old is new or new is None or not depth:
+        return False
     if isinstance(old, torch.Tensor):
-        if isinstance(new, torch.Tensor) and old.untyped_storage()._cdata not in own:
-            _copy_onto({where: old}, {where: new}, "")
-        return
+        if not isinstance(new, torch.Tensor):
+            return False
+        if old.untyped_storage()._cdata not in own:
+            _copy_onto({"a tensor of its kernel": old}, {"a tensor of its kernel": new})
+        return True
     if type(old) is not type(new):
-        return
+        return False
     if isinstance(old, (list, tuple)):
-        pairs = [(str(index), *pair) for index, pair in enumerate(zip(old, new, strict=False))]
+        pairs = list(zip(old, new, strict=False))
     elif isinstance(old, dict):
-        pairs = [(str(key), value, new.get(key)) for key, value in old.items()]
-    elif type(old).__module__.startswith("vllm.model_executor") and hasattr(old, "__dict__"):
-        pairs = [(key, value, vars(new).get(key)) for key, value in vars(old).items()]
+        pairs = [(value, new.get(key)) for key, value in old.items()]
+    elif _is_part(old):
+        pairs = [(value, vars(new).get(key)) for key, value in vars(old).items()]
     else:
-        return
-    for key, before, after in pairs:
-        _graft(before, after, own, f"{where}.{key}", depth - 1)
+        return False
+    stays = [_graft(before, after, own, depth - 1) for before, after in pairs]
+    return _is_part(old) or any(stays)
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -346,7 +392,7 @@ def refresh_derived(module: torch.nn.Module, dtype: torch.dtype) -> None:
     before = {**own_tensors(module), **_plain_tensors(module)}
     module.process_weights_after_loading(dtype)  # type: ignore[operator]
     after = {**own_tensors(module), **_plain_tensors(module)}
-    _copy_onto(before, after, f"{type(module).__name__}.")
+    _copy_onto(before, after)
     for name, tensor in before.items():
         if after[name] is not tensor:
             if name in module._parameters or name in module._buffers:

@@ -55,7 +55,10 @@ def linear_output(module: Any) -> torch.Tensor:
         for name in ("input_size_per_partition", "input_size", "embedding_dim")
         if hasattr(module, name)
     )
-    given = torch.randn(8, size, generator=torch.Generator().manual_seed(7)).to(module.weight.dtype)
+    weight = getattr(module, "weight", None)
+    floating = weight is not None and weight.dtype.is_floating_point and weight.element_size() > 1
+    dtype = weight.dtype if floating else module.params_dtype
+    given = torch.randn(8, size, generator=torch.Generator().manual_seed(7)).to(dtype)
     bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
     result: torch.Tensor = module.quant_method.apply(module, given, bias)
     return result.detach().contiguous().clone()

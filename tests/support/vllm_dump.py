@@ -28,9 +28,17 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules", *_NOT_WEIGHTS):
                 tensors |= dict(_reachable(f"{path}.@{name}", value, seen, _DEPTH))
-        if hasattr(module, "cpu_linear"):
-            tensors[f"{path}.@output"] = linear_output(module)
+        if hasattr(module, "cpu_linear") or hasattr(module, "input_size_per_partition"):
+            tensors |= _output(path, module)
     return tensors
+
+
+def _output(path: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a linear layer computes: it may compute from a packed copy that nothing shows."""
+    try:
+        return {f"{path}.@output": linear_output(module)}
+    except (RuntimeError, NotImplementedError) as error:  # this CPU has no such kernel; then it has packed nothing
+        return {f"{path}.@no output: {type(error).__name__}": torch.empty(0)}
 
 
 def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
