@@ -156,12 +156,15 @@ def materialize(meta_tensor: torch.Tensor, device: torch.device) -> torch.Tensor
     return tensor
 
 
-def process_module(module: torch.nn.Module, tensors: Tensors) -> None:
+def process_module(module: torch.nn.Module, tensors: Tensors) -> Tensors:
     """Give a module checkpoint-format tensors, let it process them, and keep its live storage.
 
     What vLLM's own layerwise reload does to one module once its weights are
     there, and what that leaves out: packed copies are made anew, and tensors
     of the module's kernel get the new values where they are.
+
+    Returns:
+        Tensors that must live until the next call: oneDNN's packed weights point at the scales they were made with.
 
     Raises:
         PlanError: the step made something that does not fit what the engine reads.
@@ -173,6 +176,13 @@ def process_module(module: torch.nn.Module, tensors: Tensors) -> None:
             for name, old in kept.items():
                 if _graft(old, entries.get(name), own):
                     entries[name] = old
+        handles = any(_is_handle(entries.get(name), old) for entries, kept in step.state for name, old in kept.items())
+        return step.made if handles else {}
+
+
+def _is_handle(new: Any, old: Any) -> bool:
+    """Whether a step made an object that holds weights out of sight."""
+    return new is not old and new is not None and "handler" in type(new).__name__.lower()
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class _Staged:
     metas: compat.Tensors
     changes: str = ""
     tensors: compat.Tensors = field(default_factory=dict)
+    kept: compat.Tensors = field(default_factory=dict)
 
 
 class VllmWorkerModel:
@@ -94,7 +95,8 @@ class VllmWorkerModel:
             tracked = {slot.full_name: slot.meta for slot in slots}
             trace = trace_loader(cast(Loader, self._model.load_weights), manifest, tracked)
         by_name = {slot.full_name: slot for slot in slots}
-        _check_trace(trace, by_name)
+        dummy = self._vllm_config.load_config.load_format == "dummy"
+        _check_trace(trace, by_name, dummy=dummy)
         return self._assign(trace, by_name)
 
     def _assign(self, trace: Trace, slots: dict[str, _Slot]) -> TracedModel:
@@ -190,7 +192,7 @@ class VllmWorkerModel:
         """See ``WorkerModel.finish``: loader-path modules first, then what is computed from them."""
         with self._engine_context():
             for owner in self._staged:
-                compat.process_module(owner.module, owner.tensors)
+                owner.kept = compat.process_module(owner.module, owner.tensors)
                 owner.tensors = {}
             for module in self._refreshed:
                 compat.refresh_module(module)
@@ -231,7 +233,7 @@ def _rebase(layout: Layout, buffers: list[Buffer], moves: dict[int, tuple[int, i
     )
 
 
-def _check_trace(trace: Trace, slots: dict[str, _Slot]) -> None:
+def _check_trace(trace: Trace, slots: dict[str, _Slot], *, dummy: bool) -> None:
     """Refuse, by name, what tracing could not follow and parameters that would keep old values."""
     faults = [str(untraced) for untraced in trace.untraced]
     faults += [
@@ -245,6 +247,11 @@ def _check_trace(trace: Trace, slots: dict[str, _Slot]) -> None:
         slot = slots[trace.layout.buffers[gap.buffer].name]
         if gap.buffer not in covered and _storage(slot.live) in filled:
             continue  # tied: live, it is another parameter's memory, which is written
+        if dummy and slot.name in _CACHE_SCALES:
+            faults.append(
+                f"{slot.full_name}: the engine was started on dummy weights, the trainer has no such scale, and what "
+                "there is now is noise; start the engine on a checkpoint"
+            )
         # A tensor that no checkpoint fills (rotary tables, attention scales) is none of the trainer's business.
         if gap.buffer in covered or _is_weight(slot):
             size = trace.layout.buffers[gap.buffer].nbytes
@@ -253,6 +260,9 @@ def _check_trace(trace: Trace, slots: dict[str, _Slot]) -> None:
             )
     if faults:
         raise PlanError("this engine cannot receive the trainer's model", faults)
+
+
+_CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 
 
 def _storage(live: torch.Tensor | None) -> int | None:
