@@ -271,5 +271,7 @@ def _storage(live: torch.Tensor | None) -> int | None:
 
 def _is_weight(slot: _Slot) -> bool:
     # Norms have no loader of their own; scales of a quantised KV cache are parameters that most checkpoints lack.
+    if slot.name in _CACHE_SCALES:
+        return False
     named_so = slot.name.endswith(("weight", "bias"))
     return isinstance(slot.meta, torch.nn.Parameter) and (hasattr(slot.meta, "weight_loader") or named_so)

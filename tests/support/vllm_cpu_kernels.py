@@ -41,6 +41,7 @@ def lend_fp8_kernels() -> None:
     kernels.append(LentBlockKernel)
     _custom_ops.scaled_fp8_quant = _scaled_fp8_quant
     TritonExperts._supports_current_device = staticmethod(lambda: True)
+    TritonExperts._supports_quant_scheme = staticmethod(lambda weight_key, activation_key: True)
 
 
 def _scaled_fp8_quant(

@@ -37,11 +37,7 @@ def _output(path: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a linear layer computes: it may compute from a packed copy that nothing shows."""
     try:
         return {f"{path}.@output": linear_output(module)}
-    except (
-        RuntimeError,
-        NotImplementedError,
-        AttributeError,
-    ) as error:  # this CPU has no such kernel; then it has packed nothing
+    except Exception as error:
         return {f"{path}.@no output: {type(error).__name__}": torch.empty(0)}
 
 

@@ -163,7 +163,8 @@ def built(cell: Cell, checkpoint: Path, load_format: str) -> Iterator[tuple[Any,
     from vllm.model_executor.model_loader import get_model
 
     know_class(checkpoint)
-    if "fp8" in cell.checkpoint or "fp8" in cell.online:
+    fp8 = "fp8" in cell.checkpoint or "fp8" in cell.online
+    if fp8:
         from tests.support.vllm_cpu_kernels import lend_fp8_kernels
 
         lend_fp8_kernels()
@@ -175,6 +176,7 @@ def built(cell: Cell, checkpoint: Path, load_format: str) -> Iterator[tuple[Any,
         pipeline_parallel_size=cell.pp,
         enable_expert_parallel=cell.ep,
         quantization=cell.online or None,
+        moe_backend="triton" if fp8 else "auto",
         enforce_eager=True,
         max_model_len=256,
         distributed_executor_backend="mp" if cell.world > 1 else None,
