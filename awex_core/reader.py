@@ -303,7 +303,7 @@ class WeightReader:
         begun = time.perf_counter()
         self._memory = self.model.begin()
         session.receive(self._memory, attempt.progress, attempt.deadline, only)
-        _write_constants(traced, self._memory)
+        write_constants(traced, self._memory)
         received = time.perf_counter()
         verified = self._verify(sync, attempt, traced, session, self._memory)
         attempt.figures |= {
@@ -515,7 +515,7 @@ def _why(sync: SyncView | None, engine: str) -> str:
     return f": {sync.engines[engine].reason}" if sync and engine in sync.engines else ""
 
 
-def _write_constants(traced: TracedModel, memory: Memory) -> None:
+def write_constants(traced: TracedModel, memory: Memory) -> None:
     """Padding that the engine's own loader fills; an engine that started on dummy weights has noise there."""
     for constant in traced.layout.constants:
         dtype = getattr(torch, constant.dtype)

@@ -76,12 +76,14 @@ class TracedTensor(torch.Tensor):
     ``pieces`` tile it: one for a view of a canonical tensor, several after
     ``cat`` or ``stack``. ``opaque`` is set instead when its elements were
     computed from values; ``sources`` then names the tensors involved.
+    ``constant`` is set, with no pieces, when the loader filled it with one value.
     """
 
     pieces: tuple[_Piece, ...]
     opaque: str
     sources: frozenset[str]
     casts: tuple[torch.dtype, ...]
+    constant: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -93,6 +95,7 @@ class TracedTensor(torch.Tensor):
         opaque: str = "",
         sources: frozenset[str] = frozenset(),
         casts: tuple[torch.dtype, ...] = (),
+        constant: torch.Tensor | None = None,
     ) -> TracedTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -107,6 +110,7 @@ class TracedTensor(torch.Tensor):
         self.opaque = opaque
         self.sources = sources or frozenset(piece.tensor.name for piece in pieces)
         self.casts = casts
+        self.constant = constant
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -137,6 +141,7 @@ class _Recorder(TorchDispatchMode):
         self.constants: list[Constant] = []
         self.untraced: dict[str, str] = {}
         self.used: set[str] = set()
+        self.filled: set[str] = set()
         for name, tensor in tracked.items():
             storage = tensor.untyped_storage()
             if storage._cdata not in self._index:
@@ -164,20 +169,28 @@ class _Recorder(TorchDispatchMode):
         if not traced:
             return func(*args, **kwargs)
         changed = [tensor for tensor in written if isinstance(tensor, TracedTensor)]
+        if changed == [args[0]] and func in _FILLS:
+            return self._fill_traced(args[0], torch.as_tensor(args[1]) if len(args) > 1 else torch.zeros(()))
         if changed:  # other views may show the old elements, so there is no following this
             raise TraceError(f"the loader changes {_names(changed)} in place (by {func})")
         if func is aten.copy_.default and not isinstance(args[0], TracedTensor):
             raise TraceError(f"{_names(traced)} was copied into a temporary tensor of shape {tuple(args[0].shape)}")
         return self._derive(func, args, kwargs, traced)
 
+    def _fill_traced(self, tensor: TracedTensor, value: torch.Tensor) -> TracedTensor:
+        """A loader sets what it was given to one value: a bias that only one rank may add."""
+        if isinstance(value, TracedTensor):
+            raise TraceError(f"{_names([tensor])} is filled with a value of {_names([value])}")
+        self.filled |= tensor.sources  # views made before this show values that are gone
+        tensor.pieces, tensor.opaque, tensor.constant = (), "", value
+        return tensor
+
     def _write(self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """A write to tracked memory: record it, never do it."""
         if func is aten.copy_.default and isinstance(args[1], TracedTensor):
             self._record_copy(target, args[1])
-        elif func in (aten.fill_.Scalar, aten.fill_.Tensor):
-            self._record_constant(target, torch.as_tensor(args[1]))
-        elif func is aten.zero_.default:
-            self._record_constant(target, torch.zeros(()))
+        elif func in _FILLS:
+            self._record_constant(target, torch.as_tensor(args[1]) if len(args) > 1 else torch.zeros(()))
         elif func is aten.copy_.default and args[1].numel() == 1 and not args[1].is_meta:
             self._record_constant(target, args[1].reshape(()))
         else:
@@ -190,6 +203,11 @@ class _Recorder(TorchDispatchMode):
 
     def _record_copy(self, target: torch.Tensor, source: TracedTensor) -> None:
         self.used |= source.sources
+        if source.constant is not None:
+            self._record_constant(target, source.constant)
+            return
+        if source.sources & self.filled:
+            raise TraceError(f"{_names([source])} was filled with a value through another view of it")
         if source.opaque:
             self._mark(target, f"{', '.join(sorted(source.sources))}: {source.opaque}")
             return
@@ -271,6 +289,7 @@ _SAME_VALUES = frozenset(
         aten.contiguous.default,
     }
 )
+_FILLS = frozenset({aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
 _SLICES = frozenset(
     {aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 )
@@ -316,6 +335,7 @@ def _cast(tensor: TracedTensor, dtype: torch.dtype) -> TracedTensor:
         opaque=tensor.opaque,
         sources=tensor.sources,
         casts=casts,
+        constant=tensor.constant,
     )
 
 
@@ -330,6 +350,9 @@ def _as_dtype(meta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: TracedTensor) -> Any:
     """Apply a view operator to what a traced tensor shows."""
+    if tensor.constant is not None:
+        result = func(*tree_map(_meta_of, args), **tree_map(_meta_of, kwargs))
+        return tree_map(lambda meta: _constant(tensor, meta), result)
     if tensor.opaque or len(tensor.pieces) != 1:
         return _view_composite(func, args, kwargs, tensor)
     piece = tensor.pieces[0]
@@ -362,6 +385,12 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Trac
         )
 
     return tree_map(wrap, result)
+
+
+def _constant(tensor: TracedTensor, meta: Any) -> Any:
+    if not isinstance(meta, torch.Tensor):
+        return meta
+    return TracedTensor(meta, (), tensor.device, sources=tensor.sources, casts=tensor.casts, constant=tensor.constant)
 
 
 def _view_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: TracedTensor) -> Any:
@@ -473,7 +502,7 @@ def _cat(parts: list[Any], dim: int) -> TracedTensor:
     meta = torch.cat([part.meta if isinstance(part, TracedTensor) else part.to("meta") for part in parts], dim)
     sources = frozenset().union(*(part.sources for part in traced))
     device = traced[0].device
-    foreign = len(traced) != len(parts)
+    foreign = len(traced) != len(parts) or any(part.constant is not None for part in traced)
     opaque = next((part.opaque for part in traced if part.opaque), "")
     if foreign or opaque or len({part.casts for part in traced}) > 1:
         reason = opaque or "concatenated with a tensor that is not in the checkpoint, or cast differently"

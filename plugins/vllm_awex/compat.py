@@ -7,6 +7,8 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -59,14 +61,14 @@ def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
     try:
         for module in model.modules():
             info = _remember_live(module, layerwise)
-            restored.append((module, info))
+            restored.append((_registered(module), info))
             meta.restore_layer_on_meta(module, info)
             for tensor in own_tensors(module).values():
                 _unwrap_loader(tensor, layerwise)
         yield
     finally:
-        for module, info in restored:
-            layerwise._place_kernel_tensors(module, info)
+        for registered, info in restored:
+            _restore(registered)
             info.reset()
 
 
@@ -74,12 +76,28 @@ def _reload_modules() -> tuple[Any, Any]:
     layerwise = importlib.import_module(f"{_RELOAD}.layerwise")
     meta = importlib.import_module(f"{_RELOAD}.meta")
     for module, names in (
-        (layerwise, ("get_layerwise_info", "_place_kernel_tensors", "_copy_and_restore_kernel_tensors")),
+        (layerwise, ("get_layerwise_info", "_get_original_loader")),
         (meta, ("restore_layer_on_meta", "materialize_layer", "materialize_meta_tensor")),
     ):
         for name in names:
             getattr(module, name)
     return layerwise, meta
+
+
+Snapshot = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Dictionaries that belong to modules and objects, and what was in them."""
+
+
+def _registered(module: torch.nn.Module) -> Snapshot:
+    """A module's parameters and buffers, absent ones (None) included."""
+    return [(module._parameters, dict(module._parameters)), (module._buffers, dict(module._buffers))]
+
+
+def _restore(snapshot: Snapshot) -> None:
+    for entries, kept in snapshot:
+        for name in entries.keys() - kept.keys() - {*_MODULE_DICTS}:
+            del entries[name]
+        entries.update(kept)
 
 
 def _remember_live(module: torch.nn.Module, layerwise: Any) -> Any:
@@ -109,20 +127,20 @@ def hides_copy(module: torch.nn.Module) -> bool:
     return getattr(getattr(module, "cpu_linear", None), "__closure__", None) is not None
 
 
-def may_transform(module: torch.nn.Module) -> str:
-    """The method that may rearrange a module's weights after loading; empty when none does.
+def may_transform(module: torch.nn.Module) -> bool:
+    """Whether a module has a post-load step that may rearrange its weights; rehearse it to know.
 
-    A permuted weight can have the shape it had before, so only methods known to leave weights alone
-    (besides packing a copy, see ``hides_copy``) count as harmless.
+    A permuted weight can have the shape it had before. Only two steps are known to leave weights alone
+    (besides packing a copy, see ``hides_copy``) and need no rehearsal.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     method = getattr(module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase):
-        return ""
+        return False
     harmless = type(method).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
     inherited = type(method).process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading
-    return "" if harmless or inherited else type(method).__name__
+    return not (harmless or inherited)
 
 
 def refresh_module(module: torch.nn.Module) -> None:
@@ -138,27 +156,273 @@ def materialize(meta_tensor: torch.Tensor, device: torch.device) -> torch.Tensor
     return tensor
 
 
-def process_module(module: torch.nn.Module, tensors: Tensors) -> None:
+def process_module(module: torch.nn.Module, tensors: Tensors) -> Tensors:
     """Give a module checkpoint-format tensors, let it process them, and keep its live storage.
 
     What vLLM's own layerwise reload does to one module once its weights are
-    there. Tensors that the engine reads keep their addresses.
+    there, and what that leaves out: packed copies are made anew, and tensors
+    of the module's kernel get the new values where they are.
+
+    Returns:
+        Tensors that must live until the next call: oneDNN's packed weights point at the scales they were made with.
+
+    Raises:
+        PlanError: the step made something that does not fit what the engine reads.
     """
+    with _post_load_step(module, tensors) as step:
+        _copy_onto(step.live, step.made)
+        own = {tensor.untyped_storage()._cdata for tensor in step.live.values()}
+        for entries, kept in step.state:
+            for name, old in kept.items():
+                if _graft(old, entries.get(name), own):
+                    entries[name] = old
+        handles = any(_is_handle(entries.get(name), old) for entries, kept in step.state for name, old in kept.items())
+        return step.made if handles else {}
+
+
+def _is_handle(new: Any, old: Any) -> bool:
+    """Whether a step made an object that holds weights out of sight."""
+    return new is not old and new is not None and "handler" in type(new).__name__.lower()
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a module's post-load step does: ``refused`` says why it cannot be repeated.
+
+    ``changes`` says in words what becomes of the weights; empty when they stay as they are.
+    """
+
+    changes: str = ""
+    refused: str = ""
+
+
+def rehearse(module: torch.nn.Module, metas: Tensors, device: torch.device) -> Rehearsal:
+    """Run a module's post-load step on random numbers, and put everything back as it was."""
+    random = torch.Generator(device=device).manual_seed(0)
+    given = {name: _noise(materialize(meta, device), random) for name, meta in metas.items()}
+    before = {name: tensor.detach().clone() for name, tensor in given.items()}
+    try:
+        with _post_load_step(module, given) as step:
+            try:
+                return Rehearsal(_changes(step, before), _misfit(module, step))
+            finally:
+                _restore(step.state)
+    except Exception as error:  # noqa: BLE001 - the engine's own step may raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Rehearsal(refused=f"its post-load step ({_method_name(module)}) cannot be repeated: {reason}")
+
+
+_MODULE_DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_DEPTH = 6
+"""How many attributes deep a kernel keeps tensors: method, kernel, experts, quantisation config, its parts."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A module's own tensors before a post-load step (``live``) and after it (``made``).
+
+    ``state`` is what the module and its method had besides.
+    """
+
+    live: Tensors
+    made: Tensors
+    state: Snapshot
+
+
+@contextmanager
+def _post_load_step(module: torch.nn.Module, tensors: Tensors) -> Iterator[_Step]:
+    """Within: the module as its post-load step left it, given checkpoint-format tensors. Then it has its own again."""
     layerwise, meta = _reload_modules()
+    live, registered, state = own_tensors(module), _registered(module), list(_state(module, set(), _DEPTH))
+    not_persistent = set(module._non_persistent_buffers_set)
     info = _remember_live(module, layerwise)
-    meta.restore_layer_on_meta(module, info)
-    for name, tensor in tensors.items():
-        setattr(module, name, tensor)
-    meta.materialize_layer(module, info)
-    if hasattr(module, "_already_called_process_weights_after_loading"):
-        del module._already_called_process_weights_after_loading
-    quant_method = getattr(module, "quant_method", None)
-    if quant_method is not None:
-        quant_method.process_weights_after_loading(module)
-    if hasattr(module, "update_param_tp_status"):
-        module.update_param_tp_status()  # type: ignore[operator]
-    layerwise._copy_and_restore_kernel_tensors(module, info)
-    info.reset()
+    method: Any = getattr(module, "quant_method", None)
+    try:
+        meta.restore_layer_on_meta(module, info)
+        for name, tensor in tensors.items():
+            setattr(module, name, tensor)
+        meta.materialize_layer(module, info)
+        if hasattr(module, "_already_called_process_weights_after_loading"):
+            del module._already_called_process_weights_after_loading
+        try:
+            if method is not None:
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None  # or packing for the kernel would be skipped
+                method.process_weights_after_loading(module)
+            if hasattr(module, "update_param_tp_status"):
+                module.update_param_tp_status()
+        except BaseException:
+            _restore(state)
+            raise
+        yield _Step(live, own_tensors(module), state)
+    finally:
+        _restore(registered)
+        module._non_persistent_buffers_set.clear()
+        module._non_persistent_buffers_set.update(not_persistent)
+        info.reset()
+
+
+def _state(owner: Any, seen: set[int], depth: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The attributes of an object and of those it leads to: a layer's method, kernel and scheme, not other layers."""
+    if id(owner) in seen or not depth:
+        return
+    seen.add(id(owner))
+    kept = {name: value for name, value in vars(owner).items() if name not in _MODULE_DICTS}
+    yield vars(owner), kept
+    children = getattr(owner, "_modules", {})
+    yield children, dict(children)
+    for value in [*kept.values(), *children.values()]:
+        for entry in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        ):
+            if _is_part(entry):
+                yield from _state(entry, seen, depth - 1)
+
+
+def _is_part(value: Any) -> bool:
+    """Whether an object is part of a layer's method: one of vLLM's own, and no layer with weights."""
+    if isinstance(value, (torch.Tensor, type)) or not hasattr(value, "__dict__"):
+        return False
+    if isinstance(value, torch.nn.Module) and any(True for _ in chain(value.parameters(), value.buffers())):
+        return False
+    return type(value).__module__.startswith("vllm.model_executor")
+
+
+def _noise(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Fill a tensor with positive numbers that any step can compute with."""
+    numbers = torch.rand(tensor.shape, generator=random, device=tensor.device) + 0.5
+    integer = not tensor.dtype.is_floating_point
+    tensor.data.copy_((numbers * 60).to(tensor.dtype) if integer else numbers.to(tensor.dtype))
+    return tensor
+
+
+def _changes(step: _Step, given: Tensors) -> str:
+    """What became of the tensors that a step was given, in words; empty when they are as they were."""
+    for name, before in given.items():
+        after = step.made.get(name)
+        if after is None:
+            return f"drops {name}"
+        if after.shape != before.shape or after.dtype != before.dtype:
+            return f"turns {name} from {_kind(before)} into {_kind(after)}"
+        if not torch.equal(_bits(after), _bits(before)):
+            return f"rearranges {name}"
+    added = sorted(step.made.keys() - given.keys())
+    if any(name not in step.live or not torch.equal(step.made[name], step.live[name]) for name in added):
+        return f"computes {', '.join(added)}"
+    return ""
+
+
+def _misfit(module: torch.nn.Module, step: _Step) -> str:
+    """Why what a step makes cannot be put where the engine reads it; empty when it can."""
+    method = _method_name(module)
+    for name, live in step.live.items():
+        made = step.made.get(name)
+        if made is None:
+            return f"{method} makes no {name}, which the engine reads"
+        if made.shape != live.shape or made.dtype != live.dtype:
+            return f"{method} makes {name} as {_kind(made)}, and the engine reads {_kind(live)}"
+    for entries, kept in step.state:
+        for name, old in kept.items():
+            new = entries.get(name)
+            if isinstance(old, float) and isinstance(new, float) and old != new:
+                return f"{method} computes the number {name} from weights, which captured graphs would keep"
+    return ""
+
+
+def _copy_onto(live: Tensors, made: Tensors) -> None:
+    for name, tensor in live.items():
+        new = made.get(name)
+        if new is tensor:
+            continue
+        if new is None or new.shape != tensor.shape or new.dtype != tensor.dtype:
+            had = "nothing" if new is None else _kind(new)
+            raise PlanError("a post-load step did not make what the engine reads", [f"{name}: {had}"])
+        tensor.data.copy_(new.data)
+
+
+def _graft(old: Any, new: Any, own: set[int], depth: int = _DEPTH) -> bool:
+    """Give the tensors within ``old`` the values of those within ``new``; whether ``old`` is what must stay.
+
+    ``own`` storages have their values already. A packed copy behind a handle or in a function is no tensor
+    that anyone else could hold: there the new one stays.
+    """
+    if old is new or new is None or not depth:
+        return False
+    if isinstance(old, torch.Tensor):
+        if not isinstance(new, torch.Tensor):
+            return False
+        if old.untyped_storage()._cdata not in own:
+            _copy_onto({"a tensor of its kernel": old}, {"a tensor of its kernel": new})
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, (list, tuple)):
+        pairs = list(zip(old, new, strict=False))
+    elif isinstance(old, dict):
+        pairs = [(value, new.get(key)) for key, value in old.items()]
+    elif _is_part(old):
+        pairs = [(value, vars(new).get(key)) for key, value in vars(old).items()]
+    else:
+        return False
+    stays = [_graft(before, after, own, depth - 1) for before, after in pairs]
+    return _is_part(old) or any(stays)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _method_name(module: torch.nn.Module) -> str:
+    return type(getattr(module, "quant_method", None) or module).__name__
+
+
+def post_load_kind(module: torch.nn.Module, metas: Tensors) -> object:
+    """Modules for which this is equal have the same post-load step, on tensors of the same shapes."""
+    method = getattr(module, "quant_method", None)
+    choices = sorted((name, str(value)) for name, value in vars(method).items() if "backend" in name) if method else []
+    live = {name: (tuple(t.shape), t.dtype, t.stride()) for name, t in own_tensors(module).items()}
+    given = {name: (tuple(t.shape), t.dtype) for name, t in metas.items()}
+    return (type(module), type(method), str(choices), str(sorted(live.items())), str(sorted(given.items())))
+
+
+def derives_from_weights(module: torch.nn.Module) -> bool:
+    """Whether a module is latent attention, which multiplies matrices computed from ``kv_b_proj``."""
+    return hasattr(module, "kv_b_proj") and hasattr(module, "impl") and hasattr(module, "process_weights_after_loading")
+
+
+def refresh_derived(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Let latent attention compute its matrices anew from its live weights, where they were before.
+
+    They are parameters in 0.32 and plain attributes in 0.25.1.
+    """
+    before = {**own_tensors(module), **_plain_tensors(module)}
+    module.process_weights_after_loading(dtype)  # type: ignore[operator]
+    after = {**own_tensors(module), **_plain_tensors(module)}
+    _copy_onto(before, after)
+    for name, tensor in before.items():
+        if after[name] is not tensor:
+            if name in module._parameters or name in module._buffers:
+                (module._parameters if name in module._parameters else module._buffers)[name] = tensor  # type: ignore[assignment]
+            else:
+                setattr(module, name, tensor)
+
+
+def _plain_tensors(module: torch.nn.Module) -> Tensors:
+    return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+
+
+def why_not_refreshable(module: torch.nn.Module, live_storages: set[int]) -> str:
+    """Why an attention layer computes something from weights that cannot be computed again; empty mostly."""
+    if getattr(module, "is_amx_bmm_enabled", False):
+        return "latent attention packs its weights for AMX and drops them, so that they cannot be refreshed"
+    sinks = getattr(getattr(module, "impl", None), "sinks", None)
+    if isinstance(sinks, torch.Tensor) and sinks.untyped_storage()._cdata not in live_storages:
+        return f"{type(module.impl).__name__} keeps a converted copy of the attention sinks, which it makes only once"
+    return ""
 
 
 async def set_weight_version(engine: Any, version: str) -> None:

@@ -3,17 +3,22 @@
 Tracing runs over the parameters as they are *before* vLLM processes them, and
 compares them with the live ones:
 
-    direct      same shape, type and strides: received straight into the live parameter;
-                if the module also computes from a hidden copy, it makes that anew
+    direct      same shape, type and strides, and the module's post-load step leaves it alone: received
+                straight into the live parameter; if the module also computes from a hidden copy, it
+                makes that anew
     loader path replaced or rearranged after loading (packed, quantised): received aside, then
                 processed by the module's own method into the storage the engine reads
+    derived     computed from weights (latent attention's W_UK and W_UV): computed anew by the
+                layer's own method once its weights are there, into the storage they had
 
-Whatever is neither, is refused by name.
+What a post-load step does is not known from a list: one module of each kind rehearses it on random numbers
+when the model is traced, and is put back. Whatever fits none of these is refused by name, then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,6 +26,7 @@ import torch
 
 from awex_core.engine import LoaderPathModule, TracedModel
 from awex_core.errors import PlanError
+from awex_core.layout.dtypes import can_convert
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 from awex_core.layout.live import Memory, flat_bytes
 from awex_core.layout.trace import Loader, Trace, trace_loader
@@ -61,7 +67,9 @@ class _Staged:
     path: str
     module: torch.nn.Module
     metas: compat.Tensors
+    changes: str = ""
     tensors: compat.Tensors = field(default_factory=dict)
+    kept: compat.Tensors = field(default_factory=dict)
 
 
 class VllmWorkerModel:
@@ -73,10 +81,10 @@ class VllmWorkerModel:
         self._buffers: list[torch.Tensor | tuple[_Staged, str]] = []
         self._staged: list[_Staged] = []
         self._refreshed: list[torch.nn.Module] = []
+        self._derived: list[torch.nn.Module] = []
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
-        _refuse_unsupported(self._model)
         live = {path: compat.own_tensors(module) for path, module in self._model.named_modules()}
         with compat.checkpoint_format(self._model):
             slots = [
@@ -87,23 +95,23 @@ class VllmWorkerModel:
             tracked = {slot.full_name: slot.meta for slot in slots}
             trace = trace_loader(cast(Loader, self._model.load_weights), manifest, tracked)
         by_name = {slot.full_name: slot for slot in slots}
-        _check_trace(trace, by_name)
+        dummy = self._vllm_config.load_config.load_format == "dummy"
+        _check_trace(trace, by_name, dummy=dummy)
         return self._assign(trace, by_name)
 
     def _assign(self, trace: Trace, slots: dict[str, _Slot]) -> TracedModel:
         """Give every traced buffer its memory: the live tensor's, or a staged one."""
         used = {int(index) for index in trace.layout.buffer} | {c.buffer for c in trace.layout.constants}
         loaded = {index: slots[trace.layout.buffers[index].name] for index in sorted(used)}
-        replaced = {id(slot.module) for slot in loaded.values() if not slot.direct or compat.may_transform(slot.module)}
-        staged: dict[int, _Staged] = {}
+        staged = self._find_replaced(list(loaded.values()))
+        self._derived = self._find_derived()
         self._buffers = []
         moves: dict[int, tuple[int, int]] = {}
         buffers: list[Buffer] = []
         for index, slot in loaded.items():
             moves[index] = (len(buffers), 0)
-            if id(slot.module) in replaced:
-                owner = staged.setdefault(id(slot.module), _Staged(slot.path, slot.module, {}))
-                owner.metas[slot.name] = slot.meta
+            owner = staged.get(id(slot.module))
+            if owner is not None:
                 buffers.append(Buffer(f"{slot.full_name} (staged)", slot.meta.untyped_storage().nbytes()))
                 self._buffers.append((owner, slot.name))
             else:
@@ -113,15 +121,66 @@ class VllmWorkerModel:
                 buffers.append(Buffer(slot.full_name, storage.nbytes()))
                 self._buffers.append(_live(slot))
         self._staged = list(staged.values())
-        refreshed = {
-            path: module
-            for path, module in self._model.named_modules()
-            if compat.hides_copy(module) and id(module) not in staged
-        }
-        self._refreshed = list(refreshed.values())
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        packing = [m for m in self._model.modules() if compat.hides_copy(m) and id(m) not in staged]
+        self._refreshed = packing
         layout = _rebase(trace.layout, buffers, moves)
+        refreshed = tuple(paths[id(module)] for module in [*packing, *self._derived])
         aside = frozenset(i for i, entry in enumerate(self._buffers) if not isinstance(entry, torch.Tensor))
-        return TracedModel(layout, tuple(_describe(owner) for owner in self._staged), tuple(refreshed), aside)
+        return TracedModel(layout, tuple(_describe(owner) for owner in self._staged), refreshed, aside)
+
+    def _find_replaced(self, loaded: Sequence[_Slot]) -> dict[int, _Staged]:
+        """Modules that take the loader path, by id; one of each kind rehearses its post-load step."""
+        modules: dict[int, list[_Slot]] = {}
+        for slot in loaded:
+            modules.setdefault(id(slot.module), []).append(slot)
+        staged, faults, known = {}, [], dict[object, compat.Rehearsal]()
+        for key, slots in modules.items():
+            module, metas = slots[0].module, {slot.name: slot.meta for slot in slots}
+            direct = all(slot.direct for slot in slots)
+            if direct and not compat.may_transform(module):
+                continue
+            kind = compat.post_load_kind(module, metas)
+            if kind not in known:
+                with self._engine_context():
+                    known[kind] = compat.rehearse(module, metas, self.device)
+            found = known[kind]
+            if found.refused:
+                faults.append(f"{slots[0].path}: {found.refused}")
+            elif found.changes or not direct:
+                staged[key] = _Staged(slots[0].path, module, metas, found.changes or "packs its weights")
+        if faults:
+            raise PlanError("this engine cannot receive weights in place", faults)
+        return staged
+
+    def _find_derived(self) -> list[torch.nn.Module]:
+        """Modules that compute matrices from weights; each does so once, from what is live, to show that it can."""
+        storages = {tensor.untyped_storage()._cdata for tensor in self._model.parameters()}
+        faults = [
+            f"{path}: {reason}"
+            for path, module in self._model.named_modules()
+            if (reason := compat.why_not_refreshable(module, storages))
+        ]
+        if hasattr(self._model, "process_weights_after_loading"):
+            faults.append(f"{type(self._model).__name__}: it processes its weights as a whole after loading")
+        if faults:
+            raise PlanError("this engine cannot receive weights in place", faults)
+        derived = {path: module for path, module in self._model.named_modules() if compat.derives_from_weights(module)}
+        with self._engine_context():
+            for path, module in derived.items():
+                try:
+                    compat.refresh_derived(module, self._vllm_config.model_config.dtype)
+                except Exception as error:  # the engine's own method may raise anything
+                    reason = f"what it computes from its weights cannot be computed again: {error}"
+                    raise PlanError("this engine cannot receive weights in place", [f"{path}: {reason}"]) from error
+        return list(derived.values())
+
+    @contextmanager
+    def _engine_context(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._vllm_config), torch.no_grad():
+            yield
 
     def begin(self) -> Memory:
         """See ``WorkerModel.begin``."""
@@ -135,15 +194,15 @@ class VllmWorkerModel:
         return Memory(tuple(flat_bytes(entry) for entry in self._buffers if isinstance(entry, torch.Tensor)))
 
     def finish(self) -> None:
-        """See ``WorkerModel.finish``."""
-        from vllm.config import set_current_vllm_config
-
-        with set_current_vllm_config(self._vllm_config), torch.no_grad():
+        """See ``WorkerModel.finish``: loader-path modules first, then what is computed from them."""
+        with self._engine_context():
             for owner in self._staged:
-                compat.process_module(owner.module, owner.tensors)
+                owner.kept = compat.process_module(owner.module, owner.tensors)
                 owner.tensors = {}
             for module in self._refreshed:
                 compat.refresh_module(module)
+            for module in self._derived:
+                compat.refresh_derived(module, self._vllm_config.model_config.dtype)
 
     def abort(self) -> None:
         """See ``WorkerModel.abort``."""
@@ -160,7 +219,7 @@ def _live(slot: _Slot) -> torch.Tensor:
 def _describe(owner: _Staged) -> LoaderPathModule:
     method = type(getattr(owner.module, "quant_method", owner.module)).__name__
     nbytes = sum(meta.numel() * meta.element_size() for meta in owner.metas.values())
-    return LoaderPathModule(owner.path, f"its weights are replaced after loading by {method}", nbytes)
+    return LoaderPathModule(owner.path, f"{method} {owner.changes}", nbytes)
 
 
 def _rebase(layout: Layout, buffers: list[Buffer], moves: dict[int, tuple[int, int]]) -> Layout:
@@ -179,15 +238,25 @@ def _rebase(layout: Layout, buffers: list[Buffer], moves: dict[int, tuple[int, i
     )
 
 
-def _check_trace(trace: Trace, slots: dict[str, _Slot]) -> None:
+def _check_trace(trace: Trace, slots: dict[str, _Slot], *, dummy: bool) -> None:
     """Refuse, by name, what tracing could not follow and parameters that would keep old values."""
     faults = [str(untraced) for untraced in trace.untraced]
+    faults += [
+        f"{shard.tensor.name}: the trainer has {shard.tensor.dtype}, the engine {shard.dtype}, and no rule converts it"
+        for shard in trace.layout.shards()
+        if not can_convert(shard.tensor.dtype, shard.dtype)
+    ]
     covered = {int(index) for index in trace.layout.buffer}
     filled = {_storage(slots[trace.layout.buffers[index].name].live) for index in covered} - {None}
     for gap in trace.gaps:
         slot = slots[trace.layout.buffers[gap.buffer].name]
         if gap.buffer not in covered and _storage(slot.live) in filled:
             continue  # tied: live, it is another parameter's memory, which is written
+        if dummy and slot.name in _CACHE_SCALES:
+            faults.append(
+                f"{slot.full_name}: the engine was started on dummy weights, the trainer has no such scale, and what "
+                "there is now is noise; start the engine on a checkpoint"
+            )
         # A tensor that no checkpoint fills (rotary tables, attention scales) is none of the trainer's business.
         if gap.buffer in covered or _is_weight(slot):
             size = trace.layout.buffers[gap.buffer].nbytes
@@ -198,22 +267,16 @@ def _check_trace(trace: Trace, slots: dict[str, _Slot]) -> None:
         raise PlanError("this engine cannot receive the trainer's model", faults)
 
 
+_CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
+
+
 def _storage(live: torch.Tensor | None) -> int | None:
     return live.untyped_storage()._cdata if live is not None and live.numel() else None
 
 
 def _is_weight(slot: _Slot) -> bool:
     # Norms have no loader of their own; scales of a quantised KV cache are parameters that most checkpoints lack.
+    if slot.name in _CACHE_SCALES:
+        return False
     named_so = slot.name.endswith(("weight", "bias"))
     return isinstance(slot.meta, torch.nn.Parameter) and (hasattr(slot.meta, "weight_loader") or named_so)
-
-
-def _refuse_unsupported(model: torch.nn.Module) -> None:
-    faults = [
-        f"{path}: multi-head latent attention computes W_UK and W_UV from its weights, and refreshing them is not "
-        "supported yet"
-        for path, module in model.named_modules()
-        if hasattr(module, "W_UK_T") or hasattr(module, "W_UV") or hasattr(module, "W_UK")
-    ]
-    if faults:
-        raise PlanError("this engine cannot receive weights in place", faults)

@@ -135,6 +135,36 @@ def test_a_tensor_used_twice_and_late() -> None:
     assert len(check_same_as_loading(model, load, {"model.embed": numbered(4, 2)}).layout) == 2
 
 
+def test_a_tensor_that_the_loader_sets_to_zero_is_a_constant() -> None:
+    model = {"bias": torch.ones(4, 3), "other": torch.ones(4)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            if name == "bias":
+                loaded.zero_()
+                model["bias"].copy_(loaded.t().contiguous()[:, :3])
+            else:
+                model["other"].copy_(loaded.clone().fill_(2))
+
+    result = trace(model, load, {"bias": numbered(3, 4), "other": numbered(4)})
+    assert not result.untraced and not result.gaps and not result.dropped and len(result.layout) == 0
+    fresh = replay(result.layout, model, {})
+    assert fresh["bias"].eq(0).all() and fresh["other"].eq(2).all()
+
+
+def test_a_view_of_what_was_filled_since_is_not_followed() -> None:
+    model = {"w": torch.ones(4)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, loaded in weights:
+            view = loaded[:4]
+            loaded.zero_()
+            model["w"].copy_(view)
+
+    result = trace(model, load, {"w": numbered(8)})
+    assert [u.name for u in result.untraced] == ["w"] and "through another view" in result.untraced[0].reason
+
+
 def test_renamed_prefix_and_cast() -> None:
     model = {"x": torch.zeros(3, dtype=torch.bfloat16)}
 

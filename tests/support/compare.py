@@ -30,19 +30,22 @@ def compare_dumps(found: Path, expected: Path) -> Comparison:
         theirs = load_file(expected / file) if (expected / file).exists() else {}
         for name in sorted(mine.keys() | theirs.keys()):
             total += 1
-            difference = _difference(mine.get(name), theirs.get(name))
-            if difference:
-                differences.append(f"{file.removesuffix('.safetensors')} {name}: {difference}")
+            found_differs = difference(mine.get(name), theirs.get(name))
+            if found_differs:
+                differences.append(f"{file.removesuffix('.safetensors')} {name}: {found_differs}")
             else:
                 equal += 1
     return Comparison(equal, total, tuple(differences))
 
 
-def _difference(found: torch.Tensor | None, expected: torch.Tensor | None) -> str:
+def difference(found: torch.Tensor | None, expected: torch.Tensor | None) -> str:
+    """How two tensors differ in shape, type or bits; empty when they do not."""
     if found is None or expected is None:
         return "missing in the " + ("running engine" if found is None else "reference")
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"{found.dtype} {tuple(found.shape)} against {expected.dtype} {tuple(expected.shape)}"
+    if not found.numel():
+        return ""
     wrong = (_bits(found) != _bits(expected)).nonzero()
     if not len(wrong):
         return ""
@@ -52,4 +55,4 @@ def _difference(found: torch.Tensor | None, expected: torch.Tensor | None) -> st
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(kinds[tensor.element_size()])
+    return tensor.contiguous().view(kinds[tensor.element_size()])

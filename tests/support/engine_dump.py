@@ -44,7 +44,7 @@ class DumpExtension:
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named if tensor.numel()}
         for name, module in model.named_modules():
             if hasattr(module, "cpu_linear"):
-                tensors[f"{name}.@output"] = _output(module)
+                tensors[f"{name}.@output"] = linear_output(module)
             for attribute in DERIVED:
                 if isinstance(derived := module.__dict__.get(attribute), torch.Tensor):
                     tensors[f"{name}.{attribute}"] = derived.detach().cpu().contiguous().clone()
@@ -64,13 +64,17 @@ class DumpExtension:
         return awex_modules()
 
 
-def _output(module: Any) -> torch.Tensor:
+def linear_output(module: Any) -> torch.Tensor:
+    """What a linear layer computes on a fixed input."""
     size = next(
         getattr(module, name)
         for name in ("input_size_per_partition", "input_size", "embedding_dim")
         if hasattr(module, name)
     )
-    given = torch.randn(8, size, generator=torch.Generator().manual_seed(7)).to(module.weight.dtype)
+    weight = getattr(module, "weight", None)
+    floating = weight is not None and weight.dtype.is_floating_point and weight.element_size() > 1
+    dtype = weight.dtype if floating else module.params_dtype
+    given = torch.randn(8, size, generator=torch.Generator().manual_seed(7)).to(dtype)
     bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
     result: torch.Tensor = module.quant_method.apply(module, given, bias)
     return result.detach().contiguous().clone()

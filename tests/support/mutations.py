@@ -1,0 +1,67 @@
+"""Failures of published weight syncs, made on purpose: each must be seen by the comparison with a fresh load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from awex_core.engine import TracedModel
+from awex_core.layout.layout import Layout, Shard, build_layout
+from vllm_awex.layout import VllmWorkerModel
+
+Mutation = Callable[[TracedModel, VllmWorkerModel], TracedModel]
+
+
+def swap_experts(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:
+    """The first two experts change places."""
+    tensors = {tensor.name: tensor for tensor in traced.layout.tensors}
+
+    def other(shard: Shard) -> Shard:
+        name = shard.tensor.name
+        swapped = name.replace(".experts.0.", ".experts.#.").replace(".experts.1.", ".experts.0.")
+        return replace(shard, tensor=tensors[swapped.replace(".experts.#.", ".experts.1.")])
+
+    return _with(traced, [other(shard) for shard in traced.layout.shards()])
+
+
+def drop_padding(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:
+    """The padded rows of the vocabulary keep what was there."""
+    return replace(traced, layout=replace(traced.layout, constants=()))
+
+
+def skip_head(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:
+    """A head that is tied to the embedding, but has memory of its own, is not written."""
+    return _without(traced, lambda shard: traced.layout.buffers[shard.buffer].name.startswith("lm_head"))
+
+
+def forget_scale(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:
+    """One scale keeps its old value."""
+    scale = next(tensor.name for tensor in traced.layout.tensors if "weight_scale" in tensor.name)
+    return _without(traced, lambda shard: shard.tensor.name == scale)
+
+
+def stale_derived(traced: TracedModel, worker: VllmWorkerModel) -> TracedModel:
+    """Matrices computed from weights are not computed anew."""
+    worker._derived = []
+    return traced
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "swap-experts": swap_experts,
+    "drop-padding": drop_padding,
+    "skip-head": skip_head,
+    "forget-scale": forget_scale,
+    "stale-derived": stale_derived,
+}
+
+
+def _without(traced: TracedModel, dropped: Callable[[Shard], bool]) -> TracedModel:
+    kept = [shard for shard in traced.layout.shards() if not dropped(shard)]
+    if len(kept) == len(traced.layout):
+        raise AssertionError("there was nothing to drop")
+    return _with(traced, kept)
+
+
+def _with(traced: TracedModel, shards: list[Shard]) -> TracedModel:
+    layout: Layout = traced.layout
+    return replace(traced, layout=build_layout(shards, layout.buffers, layout.constants))
