@@ -170,7 +170,7 @@ def run_case(engine: str, case: Case, models: list[Path], folder: Path, meta: di
             outcome.figures["first_sync_s"] = first["seconds"]
             outcome.figures["second_sync_s"] = result["seconds"]
     except Exception as error:  # noqa: BLE001 - a case that fails is a row in the table
-        outcome.faults.append(f"{type(error).__name__}: {str(error)[-3000:]}")
+        outcome.faults.append(f"{type(error).__name__}: {str(error)[-300:]}")
         traceback.print_exc()
         for log in sorted(folder.glob("*/*.log")):
             print(f"--- {log}\n{log.read_text(errors='replace')[-5000:]}", flush=True)

@@ -95,6 +95,11 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
         """Run post-load steps and report; or clean up after a failure."""
         self.reader.finish()
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM 0.25 wants one of every backend; a trainer publishes through its own plugin instead."""
+        raise ConfigError("publish with megatron_awex.attach or awex_core.attach; vLLM's trainer call is not used")
+
     def shutdown(self) -> None:
         """Leave the job."""
         if self._reader is not None:
