@@ -11,6 +11,7 @@ without awex that was started on the last checkpoint; no tensor may have moved.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -35,6 +36,7 @@ from tests.support.lines import ROOT
 from tests.support.tiny_models import make_model
 
 START_LIMIT_S = 330.0
+REPEATS = 4
 PROMPT = list(b"The weights that answer now are those the trainer holds now, and none of the ones before. " * 4)
 
 # Sizes that the CUDA kernels take: FP8 wants multiples of 16, latent attention its usual widths.
@@ -100,6 +102,11 @@ class VllmOnGpu(EngineServer):
         response = self._http.post("/v1/completions", json=completion_body(PROMPT, max_tokens))
         return list(read_completion(response)["logprobs"])
 
+    def complete_uncached(self) -> list[float]:
+        """The same, with nothing of an earlier request in the cache."""
+        self._http.post("/reset_prefix_cache").raise_for_status()
+        return self.complete()
+
     def dump(self, folder: Path) -> None:
         """Have the worker write its tensors."""
         self._ask("dump_tensors", str(folder))
@@ -133,6 +140,21 @@ def make_models(case: Case, folder: Path) -> list[Path]:
     return [make_model(folder / case.name / f"seed{seed}", case.kind, seed=seed, **case.sizes) for seed in range(3)]
 
 
+def compare_answers(server: VllmOnGpu, fresh: VllmOnGpu) -> list[str]:
+    """Log probabilities of the two engines may differ by no more than those of one engine from run to run.
+
+    Kernels that add in no fixed order (fused experts) do not give the same bits twice.
+    """
+    ours, theirs = [[engine.complete_uncached() for _ in range(REPEATS)] for engine in (server, fresh)]
+    spread = max(_distance(a, b) for side in (ours, theirs) for a, b in itertools.combinations(side, 2))
+    apart = min(_distance(a, b) for a in ours for b in theirs)
+    return [f"log probabilities differ by {apart:g}, those of one engine by {spread:g}"] if apart > spread else []
+
+
+def _distance(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
 def run_case(engine: str, case: Case, models: list[Path], folder: Path, meta: dict[str, str]) -> Outcome:
     """One case from start to comparison. Every fault is kept, none is raised."""
     outcome = Outcome(case)
@@ -160,8 +182,7 @@ def run_case(engine: str, case: Case, models: list[Path], folder: Path, meta: di
             moved = [name for name, address in server.addresses().items() if places.get(name) != address]
             outcome.faults += [f"{name} has moved" for name in moved]
             fresh.wait(START_LIMIT_S)
-            if after != fresh.complete():
-                outcome.faults.append(f"log probabilities differ: {after[:4]} {fresh.complete()[:4]}")
+            outcome.faults += compare_answers(server, fresh)
             server.dump(folder / "found")
             fresh.dump(folder / "expected")
             comparison = compare_dumps(folder / "found", folder / "expected")
