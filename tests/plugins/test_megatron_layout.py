@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from tests.support import tiny_models
 from tests.support.trainer import ROOT, Trainer, TrainerSpec, join_ranks, run_ranks
 
-pytestmark = pytest.mark.timeout(240)  # the first test of a world size waits for its launch
+pytestmark = pytest.mark.timeout(400)  # the first test of a world size waits for its launch
 
 STEPS = ("first", "second")
-RANKS_LIMIT_S = 100.0
-ORACLE_LIMIT_S = 60.0
+RANKS_LIMIT_S = 240.0
+ORACLE_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,10 @@ CASES = [
     Case("tp1", "qwen3", "tp=1"),
     Case("tp1-tied", "llama-tied", "tp=1"),
     Case("tp1-bias", "qwen2", "tp=1"),
+    Case("tp1-qwen3-moe", "qwen3-moe", "tp=1"),
+    Case("tp1-mixtral", "mixtral", "tp=1"),
+    Case("tp1-deepseek", "deepseek", "tp=1"),
+    Case("tp1-glm4-moe", "glm4-moe", "tp=1"),
     Case("tp2", "qwen3", "tp=2", BF16),
     Case("tp2-tied", "qwen3-tied", "tp=2"),
     Case("tp2-bias", "qwen2", "tp=2"),
@@ -58,8 +62,19 @@ CASES = [
     Case("pp2-vpp2-tied", "qwen3-tied", "pp=2,vpp=2", BF16),
     Case("dp2", "qwen3", "dp=2", SLICED),
     Case("dp2-lazy", "qwen3", "dp=2", {**SLICED, "overlap_param_gather": True}),
+    Case("tp2-sp", "llama", "tp=2,sp=1"),
+    Case("tp2-ep2", "qwen3-moe", "tp=2,ep=2", BF16),
+    Case("tp2-etp2", "mixtral", "tp=2,etp=2"),
+    Case("tp2-ep2-latent", "deepseek", "tp=2,ep=2", BF16),
+    Case("ep2-sliced", "qwen3-moe", "dp=2,ep=2", SLICED),
+    Case("pp2-first-1", "glm4-moe", "pp=2,first=1"),
+    Case("pp2-stages", "deepseek", "pp=2", {"stages": "Ettt|tL"}),
     Case("tp4-two-groups", "qwen3", "tp=4", {"kv_groups": 2}),
     Case("tp2-pp2-vpp2-tied", "qwen3-tied", "tp=2,pp=2,vpp=2", SLICED),
+    Case("tp2-ep2-etp2", "qwen3-moe", "tp=2,ep=2,etp=2,dp=2"),
+    Case("ep2-etp2", "mixtral", "ep=2,etp=2,dp=4", BF16),
+    Case("pp2-ep2-dp2", "deepseek", "pp=2,ep=2,dp=2", SLICED),
+    Case("tp2-pp2-vpp2-ep2", "glm4-moe", "tp=2,pp=2,vpp=2,ep=2", BF16),
 ]
 
 
@@ -79,12 +94,12 @@ def rank_main(folder: Path, world: int) -> None:
 
 def train_case(case: Case, folder: Path) -> None:
     from megatron_awex.commit import Places, settle
+    from megatron_awex.families import family_for
     from megatron_awex.layout import live_shards
-    from megatron_awex.names import family_for
 
     trainer = Trainer(case.spec)
-    places = Places(trainer.chunks)
     shards = live_shards(trainer.chunks, family=family_for(case.spec.family), hf_vocab_size=case.spec.vocab)
+    places = Places(trainer.chunks)
     check_layout(trainer, shards)
     save_manifest(shards, folder)
     for step in STEPS:
@@ -242,7 +257,9 @@ def test_the_second_step_changed_every_tensor(trained, case):
     first, second = (load_file(trained(case.name) / step / "hf" / "model.safetensors") for step in STEPS)
     # In bfloat16 a step is too small to move values near one.
     same = [name for name in first if torch.equal(first[name], second[name]) and not name.endswith("norm.weight")]
-    assert not same
+    idle = [name for name in same if ".experts." in name]  # experts that no token of the step has chosen
+    assert len(idle) <= sum(".experts." in name for name in first) / 8
+    assert same == idle
 
 
 @pytest.mark.parametrize("case", cases_of(1), ids=lambda case: case.name)
