@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from tests.support import tiny_models
 from tests.support.trainer import ROOT, Trainer, TrainerSpec, join_ranks, run_ranks
 
-pytestmark = pytest.mark.timeout(400)  # the first test of a world size waits for its launch
+pytestmark = pytest.mark.timeout(600)  # the first test of a world size waits for its launch
 
 STEPS = ("first", "second")
-RANKS_LIMIT_S = 240.0
+RANKS_LIMIT_S = 540.0
 ORACLE_LIMIT_S = 120.0
 
 
@@ -82,6 +82,19 @@ def cases_of(world: int) -> list[Case]:
     return [case for case in CASES if case.spec.parallel.world == world]
 
 
+OTHER_SIZES = {
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "first_k_dense_replace",
+    "kv_lora_rank",
+}
+
+
 # One rank.
 
 
@@ -100,8 +113,10 @@ def train_case(case: Case, folder: Path) -> None:
     trainer = Trainer(case.spec)
     shards = live_shards(trainer.chunks, family=family_for(case.spec.family), hf_vocab_size=case.spec.vocab)
     places = Places(trainer.chunks)
-    check_layout(trainer, shards)
+    check_layout(trainer, shards, folder / "template")
     save_manifest(shards, folder)
+    if case.layout == "tp=1":
+        save_refusals(trainer, folder)
     for step in STEPS:
         trainer.train_step()
         places.check()
@@ -113,12 +128,11 @@ def train_case(case: Case, folder: Path) -> None:
     trainer.close()
 
 
-def check_layout(trainer: Trainer, shards: list[Any]) -> None:
+def check_layout(trainer: Trainer, shards: list[Any], checkpoint: Path) -> None:
     """The layout describes the very same memory as the views do."""
     from megatron_awex.engine import HfModel, describe
 
-    spec = trainer.spec
-    layout, memory = describe(trainer.chunks, HfModel(spec.family, spec.vocab, spec.tied))
+    layout, memory = describe(trainer.chunks, HfModel.read(checkpoint))
     described = set()
     for row in range(len(layout)):
         shard = layout.shard(row)
@@ -140,6 +154,23 @@ def save_manifest(shards: list[Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [(tensor.name, tensor.shape, tensor.dtype) for tensor in manifest]
     (folder / f"manifest{torch.distributed.get_rank()}.json").write_text(json.dumps([run, rows]))
+
+
+def save_refusals(trainer: Trainer, folder: Path) -> None:
+    """What ``attach`` says to a checkpoint of another size, one field at a time."""
+    import megatron_awex
+    from awex_core.config import SyncConfig
+    from awex_core.errors import LayoutError
+
+    fields = json.loads((folder / "template" / "config.json").read_text())
+    refusals = {}
+    for name in OTHER_SIZES & fields.keys():
+        other = {**fields, name: (fields[name] or 0) + 1}
+        try:
+            megatron_awex.attach(trainer.chunks, config=SyncConfig("nowhere:1", "secret"), hf_config=other)
+        except LayoutError as refusal:
+            refusals[name] = str(refusal)
+    (folder / "refusals.json").write_text(json.dumps(refusals))
 
 
 def save_shards(shards: list[Any], folder: Path) -> None:
@@ -182,6 +213,8 @@ class Runs:
         return self.root / name
 
     def launch(self, world: int) -> BaseException | None:
+        for case in cases_of(world):
+            template(self.root, case)
         try:
             run_ranks("tests.plugins.test_megatron_layout", world, [str(self.root), str(world)], limit_s=RANKS_LIMIT_S)
             self.run_oracle(world)
@@ -249,6 +282,32 @@ def test_every_rank_learns_the_whole_manifest(trained, case):
     _, rows = json.loads(texts.pop())
     truth = load_file(folder / "first" / "hf" / "model.safetensors")
     assert rows == sorted([name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in truth.items())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_all_ranks_together_hold_the_checkpoints_model(trained, case):
+    from awex_core.errors import LayoutError
+    from megatron_awex.agreement import check_whole
+    from megatron_awex.engine import HfModel
+
+    folder = trained(case.name)
+    sizes = HfModel.read(folder / "template").sizes
+    _, rows = json.loads((folder / "manifest0.json").read_text())
+    names = {name for name, *_ in rows}
+    check_whole(names, sizes)
+    for lost in sorted(name for name in names if name.startswith("model.layers.2."))[:: len(names) // 8]:
+        with pytest.raises(LayoutError, match=f"1 tensors or layers differ\n  - {lost}: no rank has it"):
+            check_whole(names - {lost}, sizes)
+
+
+@pytest.mark.parametrize("case", cases_of(1), ids=lambda case: case.name)
+def test_a_checkpoint_of_another_size_is_refused_when_attaching(trained, case):
+    folder = trained(case.name)
+    refusals = json.loads((folder / "refusals.json").read_text())
+    fields = json.loads((folder / "template" / "config.json").read_text())
+    latent = case.spec.kv_lora > 0  # which has no groups of heads
+    assert refusals.keys() == OTHER_SIZES & fields.keys() - ({"num_key_value_heads"} if latent else set())
+    assert all(name in message for name, message in refusals.items() if name != "first_k_dense_replace")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

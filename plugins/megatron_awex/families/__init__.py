@@ -11,6 +11,7 @@ import pkgutil
 from dataclasses import dataclass
 
 from awex_core.errors import ConfigError
+from megatron_awex.bridge import family_from_mbridge
 from megatron_awex.table import Family
 
 FAMILIES: tuple[Family, ...] = tuple(
@@ -38,12 +39,18 @@ REFUSALS = (
 def family_for(name: str) -> Family:
     """The family called ``name``, or whose Hugging Face ``model_type`` is ``name``.
 
+    One that is not here is taken from an installed mbridge, if that knows it.
+
     Raises:
         ConfigError: no such family; the message lists the known ones.
     """
     for family in FAMILIES:
         if name == family.name or name in family.model_types:
             return family
+    keys = [row.key for family in FAMILIES for row in family.rows]
+    bridged = family_from_mbridge(name, keys)
+    if bridged is not None:
+        return bridged
     known = ", ".join(sorted(family.name for family in FAMILIES))
     raise ConfigError(
         f"no table of Megatron names for model type {name!r}; known: {known}; "
