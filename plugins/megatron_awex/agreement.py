@@ -39,13 +39,14 @@ def check_config(family: Family, hf: Mapping[str, Any], config: Any) -> None:
 
 def _size_faults(family: Family, hf: Mapping[str, Any], config: Any) -> Iterator[str]:
     for same in family.same:
-        values = [hf.get(name) for name in same.hf]
+        values: list[Any] = [hf.get(name) for name in same.hf]
         if None in values or not hasattr(config, same.megatron):
             continue
         theirs, ours = math.prod(values), getattr(config, same.megatron)
         # An absent shared expert is 0 in one config and None in the other.
         if theirs != (ours or 0):
-            yield f"{' x '.join(same.hf)} is {theirs} in the checkpoint's config, {same.megatron} is {ours} in Megatron's"
+            fields = " x ".join(same.hf)
+            yield f"{fields} is {theirs} in the checkpoint's config, {same.megatron} is {ours} in Megatron's"
 
 
 def _setting_faults(family: Family, config: Any) -> Iterator[str]:

@@ -22,6 +22,7 @@ REQUIRED_SETTINGS: tuple[tuple[str, object, str], ...] = (
     ("attention_output_gate", False, "the fused QKV also holds a gate"),
     ("heterogeneous_block_specs", False, "head counts differ by layer"),
     ("fp8_param", False, "parameters are stored in FP8"),
+    ("moe_use_legacy_grouped_gemm", False, "expert weights are fused and transposed"),
     ("mtp_num_layers", None, "multi-token-prediction layers have no canonical name"),
 )
 

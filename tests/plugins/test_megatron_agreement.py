@@ -1,4 +1,4 @@
-"""A trainer whose model is not the checkpoint's, without any training run; real models are in ``test_megatron_layout``."""
+"""A trainer whose model is not the checkpoint's, without a training run; real models: ``test_megatron_layout``."""
 
 from __future__ import annotations
 

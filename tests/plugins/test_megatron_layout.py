@@ -51,6 +51,7 @@ CASES = [
     Case("tp1-qwen3-moe", "qwen3-moe", "tp=1"),
     Case("tp1-mixtral", "mixtral", "tp=1"),
     Case("tp1-deepseek", "deepseek", "tp=1"),
+    Case("tp1-deepseek-plain-queries", "deepseek", "tp=1", {"q_lora": 0}),
     Case("tp1-glm4-moe", "glm4-moe", "tp=1"),
     Case("tp2", "qwen3", "tp=2", BF16),
     Case("tp2-tied", "qwen3-tied", "tp=2"),
@@ -73,6 +74,7 @@ CASES = [
     Case("tp2-pp2-vpp2-tied", "qwen3-tied", "tp=2,pp=2,vpp=2", SLICED),
     Case("tp2-ep2-etp2", "qwen3-moe", "tp=2,ep=2,etp=2,dp=2"),
     Case("ep2-etp2", "mixtral", "ep=2,etp=2,dp=4", BF16),
+    Case("ep2-dp4-lazy", "qwen3-moe", "ep=2,dp=4", {**SLICED, "overlap_param_gather": True}),
     Case("pp2-ep2-dp2", "deepseek", "pp=2,ep=2,dp=2", SLICED),
     Case("tp2-pp2-vpp2-ep2", "glm4-moe", "tp=2,pp=2,vpp=2,ep=2", BF16),
 ]
@@ -93,6 +95,7 @@ OTHER_SIZES = {
     "first_k_dense_replace",
     "kv_lora_rank",
 }
+"""Of these, a checkpoint with one more than the model has to be refused."""
 
 
 # One rank.
@@ -102,10 +105,10 @@ def rank_main(folder: Path, world: int) -> None:
     """Train every case of this world size and leave what the tests compare in ``folder/case/step``."""
     join_ranks()
     for case in cases_of(world):
-        train_case(case, folder / case.name)
+        train_case(case, folder / case.name, template(folder, case))
 
 
-def train_case(case: Case, folder: Path) -> None:
+def train_case(case: Case, folder: Path, checkpoint: Path) -> None:
     from megatron_awex.commit import Places, settle
     from megatron_awex.families import family_for
     from megatron_awex.layout import live_shards
@@ -113,10 +116,10 @@ def train_case(case: Case, folder: Path) -> None:
     trainer = Trainer(case.spec)
     shards = live_shards(trainer.chunks, family=family_for(case.spec.family), hf_vocab_size=case.spec.vocab)
     places = Places(trainer.chunks)
-    check_layout(trainer, shards, folder / "template")
+    check_layout(trainer, shards, checkpoint)
     save_manifest(shards, folder)
     if case.layout == "tp=1":
-        save_refusals(trainer, folder)
+        save_refusals(trainer, folder, checkpoint)
     for step in STEPS:
         trainer.train_step()
         places.check()
@@ -156,15 +159,20 @@ def save_manifest(shards: list[Any], folder: Path) -> None:
     (folder / f"manifest{torch.distributed.get_rank()}.json").write_text(json.dumps([run, rows]))
 
 
-def save_refusals(trainer: Trainer, folder: Path) -> None:
+def other_sizes(spec: TrainerSpec, fields: dict[str, Any]) -> set[str]:
+    """Fields of a checkpoint's config that have to agree with Megatron's."""
+    return OTHER_SIZES & fields.keys() - ({"num_key_value_heads"} if spec.kv_lora else set())
+
+
+def save_refusals(trainer: Trainer, folder: Path, checkpoint: Path) -> None:
     """What ``attach`` says to a checkpoint of another size, one field at a time."""
     import megatron_awex
     from awex_core.config import SyncConfig
     from awex_core.errors import LayoutError
 
-    fields = json.loads((folder / "template" / "config.json").read_text())
+    fields = json.loads((checkpoint / "config.json").read_text())
     refusals = {}
-    for name in OTHER_SIZES & fields.keys():
+    for name in other_sizes(trainer.spec, fields):
         other = {**fields, name: (fields[name] or 0) + 1}
         try:
             megatron_awex.attach(trainer.chunks, config=SyncConfig("nowhere:1", "secret"), hf_config=other)
@@ -240,9 +248,11 @@ def trained(tmp_path_factory):
 
 def template(root: Path, case: Case) -> Path:
     """A checkpoint of the case's shape, random: the oracle takes its config and tokenizer."""
-    path = root / case.name / "template"
+    spec = case.spec
+    path = root / f"template-{case.kind}-{spec.kv_groups}-{spec.q_lora}"
     if not path.exists():
-        tiny_models.make_model(path, case.kind, num_key_value_heads=case.spec.kv_groups)
+        latent = {"q_lora_rank": spec.q_lora or None} if spec.kv_lora else {}
+        tiny_models.make_model(path, case.kind, num_key_value_heads=spec.kv_groups, **latent)
     return path
 
 
@@ -291,7 +301,7 @@ def test_all_ranks_together_hold_the_checkpoints_model(trained, case):
     from megatron_awex.engine import HfModel
 
     folder = trained(case.name)
-    sizes = HfModel.read(folder / "template").sizes
+    sizes = HfModel.read(template(folder.parent, case)).sizes
     _, rows = json.loads((folder / "manifest0.json").read_text())
     names = {name for name, *_ in rows}
     check_whole(names, sizes)
@@ -304,9 +314,8 @@ def test_all_ranks_together_hold_the_checkpoints_model(trained, case):
 def test_a_checkpoint_of_another_size_is_refused_when_attaching(trained, case):
     folder = trained(case.name)
     refusals = json.loads((folder / "refusals.json").read_text())
-    fields = json.loads((folder / "template" / "config.json").read_text())
-    latent = case.spec.kv_lora > 0  # which has no groups of heads
-    assert refusals.keys() == OTHER_SIZES & fields.keys() - ({"num_key_value_heads"} if latent else set())
+    fields = json.loads((template(folder.parent, case) / "config.json").read_text())
+    assert refusals.keys() == other_sizes(case.spec, fields)
     assert all(name in message for name, message in refusals.items() if name != "first_k_dense_replace")
 
 

@@ -171,7 +171,7 @@ def _sizes(hf: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
         "expert_bias": sigmoid,
         "expert_scale": hf.get("routed_scaling_factor", 1.0),
         "dense_layers": hf.get("first_k_dense_replace", 0),
-        "q_lora": hf.get("q_lora_rank", 0),
+        "q_lora": hf.get("q_lora_rank") or 0,
         "kv_lora": hf.get("kv_lora_rank", 0),
         "nope_dim": hf.get("qk_nope_head_dim", 0),
         "rope_dim": hf.get("qk_rope_head_dim", 0),
