@@ -394,18 +394,25 @@ def _build_chunk(spec: TrainerSpec, config: Any, stage: int | None) -> Any:
         parallel_output=True,
         vp_stage=stage,
     )
-    _fill_biases(chunk, spec.seed)
+    _fill(chunk, spec.seed)
     return chunk
 
 
-def _fill_biases(chunk: Any, seed: int) -> None:
-    """Give biases values: Megatron starts them at zero, where a wrong place would not show."""
+def _fill(chunk: Any, seed: int) -> None:
+    """Give biases values: Megatron starts them at zero, where a wrong place would not show.
+
+    Where there are experts, tokens and routers are spread out, so that few experts are left without a token.
+    """
     draw = torch.Generator().manual_seed(seed + dist.get_rank())
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():
             if name.endswith(".bias"):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
-        # The same on all ranks that hold the layer, and too small to leave an expert without tokens.
+            elif name.endswith(".router.weight"):
+                parameter.mul_(5)
+            elif name == "embedding.word_embeddings.weight" and chunk.config.num_moe_experts:
+                parameter.mul_(10)
+        # The same on all ranks that hold the layer.
         for layer in chunk.decoder.layers:
             draw.manual_seed(seed + layer.layer_number)
             for _, bias in _expert_biases(layer):
