@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ def settle(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
 
 
 class Places:
-    """Remembers where a rank's parameters lie.
+    """Remembers where a rank's parameters and saved buffers lie.
 
     A layout describes memory. Wrapping a model, or a framework that swaps
     weights out and in again, moves parameters to other memory; what the layout
@@ -48,4 +49,5 @@ class Places:
             )
 
     def _now(self) -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in compat.named_parameters(self._chunks)}
+        live = itertools.chain(compat.named_parameters(self._chunks), compat.persistent_buffers(self._chunks))
+        return {name: tensor.data_ptr() for name, tensor in live}

@@ -22,6 +22,7 @@ REQUIRED_SETTINGS: tuple[tuple[str, object, str], ...] = (
     ("attention_output_gate", False, "the fused QKV also holds a gate"),
     ("heterogeneous_block_specs", False, "head counts differ by layer"),
     ("fp8_param", False, "parameters are stored in FP8"),
+    ("moe_use_legacy_grouped_gemm", False, "expert weights are fused and transposed"),
     ("mtp_num_layers", None, "multi-token-prediction layers have no canonical name"),
 )
 
@@ -91,6 +92,19 @@ def prepare_for_gather(optimizer: Any) -> None:
         prepare()
 
 
+def settle_expert_bias(model: torch.nn.Module) -> None:
+    """Have routers give their expert bias the memory it keeps.
+
+    Float16Module casts that buffer with everything else, and the router's first
+    forward pass puts one in float32 in its place; a layout made before would
+    describe memory that never changes again.
+    """
+    for module in model.modules():
+        settle = getattr(module, "_maintain_float32_expert_bias", None)
+        if settle is not None:
+            settle()
+
+
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters of all unwrapped chunks, named for error messages."""
     for index, chunk in enumerate(chunks):
@@ -103,6 +117,15 @@ def named_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
     for index, chunk in enumerate(chunks):
         for name, buffer in chunk.named_buffers():
             yield _in_chunk(name, index, len(chunks)), buffer
+
+
+def persistent_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of those, the ones that are saved with the model, such as a router's expert bias."""
+    for index, chunk in enumerate(chunks):
+        for prefix, module in chunk.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield _in_chunk(f"{prefix}.{name}".lstrip("."), index, len(chunks)), buffer
 
 
 def _in_chunk(name: str, index: int, chunks: int) -> str:

@@ -17,7 +17,7 @@ import itertools
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,22 @@ from awex_core.layout import CanonicalTensor, Layout, decode_manifest, encode_ma
 from awex_core.layout.live import Memory
 from awex_core.writer import SyncResult, WeightWriter
 from megatron_awex import commit, compat
+from megatron_awex.agreement import check_config, check_whole, fields_read
+from megatron_awex.families import family_for
 from megatron_awex.layout import collect_shards
-from megatron_awex.names import family_for
 
 
 @dataclass(frozen=True)
 class HfModel:
-    """What Megatron does not know about the checkpoint its weights are published as."""
+    """What Megatron does not know about the checkpoint its weights are published as.
+
+    ``sizes`` are fields of its config that Megatron's has to agree with, as far as it has them.
+    """
 
     model_type: str
     vocab_size: int
     tied: bool
+    sizes: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def read(cls, source: Any) -> HfModel:
@@ -53,14 +58,17 @@ class HfModel:
         missing = [name for name in ("model_type", "vocab_size") if fields.get(name) is None]
         if missing:
             raise ConfigError(f"the Hugging Face config {source!r} has no {' and no '.join(missing)}")
-        return cls(fields["model_type"], int(fields["vocab_size"]), bool(fields.get("tie_word_embeddings", False)))
+        sizes = {name: fields[name] for name in fields_read() if fields.get(name) is not None}
+        tied = bool(fields.get("tie_word_embeddings", False))
+        return cls(fields["model_type"], int(fields["vocab_size"]), tied, sizes)
 
 
 def _config_fields(source: Any) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, (str, Path)):
-        return {name: getattr(source, name, None) for name in ("model_type", "vocab_size", "tie_word_embeddings")}
+        names = {"model_type", "vocab_size", "tie_word_embeddings", *fields_read()}
+        return {name: getattr(source, name, None) for name in names}
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -118,33 +126,38 @@ def attach(
 
     Raises:
         ConfigError: no table for this family, or a bad setting.
-        LayoutError: this rank's model cannot be described, or another rank had an error. All ranks raise.
+        LayoutError: this rank's model cannot be described or is not the checkpoint's (lists the differences), ranks
+            together lack a layer or an expert or have one too many, or another rank had an error. All ranks raise.
         MetaServerError: the meta server cannot be reached or refuses this rank.
     """
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
     try:
         config = config or SyncConfig.from_env()
-        layout, memory = describe(chunks, HfModel.read(hf_config), family)
+        model = HfModel.read(hf_config)
+        layout, memory = describe(chunks, model, family)
     except AwexError as error:
         with contextlib.suppress(LayoutError):
             share(fault=str(error))  # the other ranks must not wait for this one
         raise
     rank, world = compat.rank_and_world()
     run, manifest = share(layout.tensors)
+    check_whole((tensor.name for tensor in manifest), model.sizes)
     writer = WeightWriter(layout, memory, rank=rank, world=world, run=run, manifest=manifest, config=config)
     return WeightSync(chunks, optimizer, writer)
 
 
 def describe(chunks: Sequence[torch.nn.Module], model: HfModel, family: str | None = None) -> tuple[Layout, Memory]:
     """This rank's layout and memory as shards of ``model``; raises ``ConfigError`` or ``LayoutError``."""
-    for chunk in chunks:
-        tied = bool(getattr(compat.unwrap(chunk), "share_embeddings_and_output_weights", model.tied))
+    names = family_for(family or model.model_type)
+    for chunk in map(compat.unwrap, chunks):
+        tied = bool(getattr(chunk, "share_embeddings_and_output_weights", model.tied))
         if tied != model.tied:
             raise ConfigError(
                 f"the model has share_embeddings_and_output_weights={tied}, the checkpoint "
                 f"tie_word_embeddings={model.tied}; they have to agree"
             )
-    return collect_shards(chunks, family=family_for(family or model.model_type), hf_vocab_size=model.vocab_size)
+        check_config(names, model.sizes, getattr(chunk, "config", None))
+    return collect_shards(chunks, family=names, hf_vocab_size=model.vocab_size)
 
 
 class _Offer(msgspec.Struct, frozen=True):

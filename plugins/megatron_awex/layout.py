@@ -3,7 +3,7 @@
 ``sharded_state_dict`` tells for every tensor of this rank its key, its global
 shape, where its piece begins and the live memory. What it does not tell is
 added here: which rows of the fused QKV are whose, where the vocabulary really
-ends, and the canonical names (``names``).
+ends, and the canonical names (``families``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 from awex_core.errors import LayoutError, list_faults
 from megatron_awex import compat
-from megatron_awex.names import Family, why_refused
+from megatron_awex.families import why_refused
+from megatron_awex.table import Family
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -104,6 +105,7 @@ def live_shards(model_chunks: Sequence[torch.nn.Module], *, family: Family, hf_v
         raise LayoutError("no model chunks were given; pass the list that Megatron trains")
     for chunk in chunks:
         compat.check_model(chunk)
+        compat.settle_expert_bias(chunk)
     tensors = [tensor for chunk in chunks for tensor in compat.sharded_tensors(chunk)]
     check_accounted(tensors, dict(compat.named_parameters(chunks)), dict(compat.named_buffers(chunks)))
     return name_shards(tensors, family=family, heads=heads_of(chunks[0]), hf_vocab_size=hf_vocab_size)

@@ -3,7 +3,7 @@
     python tests/oracle/megatron_to_hf.py DUMP_DIR OUT_DIR --template HF_MODEL_DIR
     python -m tests.oracle.megatron_to_hf --serve       any number of them, on command; see ``tests.support.lines``
 
-Reads what ``tests.support.trainer.Trainer.dump_raw`` wrote (parameters under
+Reads what ``tests.support.trainer.Trainer.dump_raw`` wrote (what a rank saves, under
 Megatron's own local names, and each rank's place) and puts the checkpoint
 together by plain arithmetic. Shares no code and no idea with the product: it
 gathers whole tensors where the product describes pieces, and computes layer
@@ -26,7 +26,17 @@ from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 
-ROWS = ("embedding.word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias")
+ROWS = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+    "linear_q_proj.weight",
+    "linear_q_down_proj.weight",
+    "linear_q_up_proj.weight",
+    "linear_kv_down_proj.weight",
+    "linear_kv_up_proj.weight",
+)
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 GATE_UP = "linear_fc1.weight"
 
@@ -34,20 +44,54 @@ RENAMED = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+}
+
+GROUPED_HEADS = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
+
+LATENT_HEADS = {
+    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+}
+
+EXPERT = "mlp.experts.local_experts."
+
+# Gate, up and down projection, and what a whole mixture is called.
+EXPERT_NAMES = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_NAMES = ("block_sparse_moe.experts", "w1", "w3", "w2")
 
 CONFIG_KEYS = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden",
     "num_attention_heads": "heads",
     "num_key_value_heads": "kv_groups",
-    "intermediate_size": "ffn",
     "vocab_size": "vocab",
     "tie_word_embeddings": "tied",
     "model_type": "family",
+}
+
+# Only some checkpoints have these; where they do, they have to fit as well.
+OPTIONAL_CONFIG_KEYS = {
+    "num_experts": "experts",
+    "num_local_experts": "experts",
+    "n_routed_experts": "experts",
+    "moe_intermediate_size": "expert_ffn",
+    "num_experts_per_tok": "experts_per_token",
+    "first_k_dense_replace": "dense_layers",
+    "attention_bias": "qkv_bias",
+    "kv_lora_rank": "kv_lora",
+    "q_lora_rank": "q_lora",
 }
 
 
@@ -87,40 +131,62 @@ def assemble(ranks: Sequence[Rank]) -> Tensors:
 
 
 def gather(ranks: Sequence[Rank]) -> Tensors:
-    """Megatron's tensors, whole, under global layer numbers (from 0)."""
+    """Megatron's tensors, whole, under global layer and expert numbers (from 0)."""
     parallel = ranks[0].place["parallel"]
     out: Tensors = {}
     for pp in range(parallel["pp"]):
-        stage = [same_replicas([r for r in ranks if at(r, pp, tp)]) for tp in range(parallel["tp"])]
+        stage = [rank for rank in ranks if rank.place["pp_rank"] == pp]
         check_layer_numbers(stage[0], pp)
         for local in stage[0].tensors:
             chunk, name = local.split("/", 1)
-            whole = join(name, [rank.tensors[local] for rank in stage])
-            put(out, global_name(name, pp, int(chunk), stage[0].place), whole)
+            name = global_name(name, pp, int(chunk), stage[0].place)
+            if EXPERT not in local:
+                shards = [same(local, [r for r in stage if r.place["tp_rank"] == tp]) for tp in range(parallel["tp"])]
+                put(out, name, join(name, shards))
+                continue
+            for ep in range(parallel["ep"]):
+                group = [rank for rank in stage if rank.place["ep_rank"] == ep]
+                parts = [same(local, [r for r in group if r.place["etp_rank"] == n]) for n in range(parallel["etp"])]
+                put(out, expert_name(name, ep, stage[0].place), join(name, parts))
     return out
 
 
-def at(rank: Rank, pp: int, tp: int) -> bool:
-    """Whether a rank stands at pipeline stage ``pp`` and tensor-parallel position ``tp``."""
-    return bool(rank.place["pp_rank"] == pp and rank.place["tp_rank"] == tp)
-
-
-def same_replicas(replicas: Sequence[Rank]) -> Rank:
-    """The first of several data-parallel replicas, after checking that the others hold the same bits."""
-    first = replicas[0]
+def same(local: str, replicas: Sequence[Rank]) -> torch.Tensor:
+    """A tensor of the first of several replicas, after checking that the others hold the same bits."""
+    first = replicas[0].tensors[local]
     for other in replicas[1:]:
-        for name, tensor in first.tensors.items():
-            if not torch.equal(tensor, other.tensors[name]):
-                raise ValueError(f"{name} differs between data-parallel replicas")
+        if not torch.equal(first, other.tensors[local]):
+            raise ValueError(f"{local} differs between replicas")
     return first
 
 
+def expert_name(name: str, ep: int, place: dict[str, Any]) -> str:
+    """A name with the expert's global index: each expert-parallel rank holds an equal run of experts."""
+    head, rest = name.split(EXPERT, 1)
+    local, rest = rest.split(".", 1)
+    count = place["spec"]["experts"] // place["parallel"]["ep"]
+    return f"{head}{EXPERT}{ep * count + int(local)}.{rest}"
+
+
 def layers_of(place: dict[str, Any], pp: int, chunk: int) -> range:
-    """Global layer indices (from 0) of a chunk: chunks go round the stages, each holding an equal run of layers."""
+    """Global layer indices (from 0) of a chunk: chunks go round the stages, each holding a run of layers."""
     parallel = place["parallel"]
-    count = place["spec"]["layers"] // (parallel["pp"] * parallel["vpp"])
-    first = (chunk * parallel["pp"] + pp) * count
-    return range(first, first + count)
+    counts = layer_counts(place["spec"], parallel)
+    turn = chunk * parallel["pp"] + pp
+    return range(sum(counts[:turn]), sum(counts[: turn + 1]))
+
+
+def layer_counts(spec: dict[str, Any], parallel: dict[str, int]) -> list[int]:
+    """Layers of each chunk, in the order in which a token passes them."""
+    if spec["stages"]:
+        return [stage.count("t") for stage in spec["stages"].split("|")]
+    if parallel["first"] or parallel["last"]:  # without virtual stages here
+        ends = [parallel["first"]] * bool(parallel["first"]), [parallel["last"]] * bool(parallel["last"])
+        between = parallel["pp"] - len(ends[0]) - len(ends[1])
+        left = spec["layers"] - sum(ends[0]) - sum(ends[1])
+        return [*ends[0], *[left // max(between, 1)] * between, *ends[1]]
+    chunks = parallel["pp"] * parallel["vpp"]
+    return [spec["layers"] // chunks] * chunks
 
 
 def check_layer_numbers(rank: Rank, pp: int) -> None:
@@ -179,12 +245,30 @@ def convert_layer(name: str, tensor: torch.Tensor, spec: dict[str, Any]) -> Tens
     if name.startswith("self_attention.linear_qkv."):
         kind = name.rsplit(".", 1)[1]
         return {f"self_attn.{part}_proj.{kind}": value for part, value in split_qkv(tensor, spec).items()}
-    if name == "mlp.linear_fc1.weight":
+    if name.startswith(EXPERT):
+        return convert_expert(name.removeprefix(EXPERT), tensor, spec)
+    if name in ("mlp.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight"):
         gate, up = tensor.chunk(2, dim=0)
-        return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
-    if name not in RENAMED:
+        head = name.removesuffix(".linear_fc1.weight")
+        return {f"{head}.gate_proj.weight": gate, f"{head}.up_proj.weight": up}
+    if name == "mlp.router.weight" and spec["family"] == "mixtral":
+        return {"block_sparse_moe.gate.weight": tensor}
+    known = RENAMED | (LATENT_HEADS if spec["kv_lora"] else GROUPED_HEADS)
+    if name not in known:
         raise ValueError(f"the oracle does not know {name!r}")
-    return {RENAMED[name]: tensor}
+    return {known[name]: tensor}
+
+
+def convert_expert(name: str, tensor: torch.Tensor, spec: dict[str, Any]) -> Tensors:
+    """The same of one expert; ``name`` begins with its number."""
+    head, gate_name, up_name, down_name = MIXTRAL_NAMES if spec["family"] == "mixtral" else EXPERT_NAMES
+    expert, rest = name.split(".", 1)
+    if rest == "linear_fc2.weight":
+        return {f"{head}.{expert}.{down_name}.weight": tensor}
+    if rest != GATE_UP:
+        raise ValueError(f"the oracle does not know {rest!r} of an expert")
+    gate, up = tensor.chunk(2, dim=0)
+    return {f"{head}.{expert}.{gate_name}.weight": gate, f"{head}.{expert}.{up_name}.weight": up}
 
 
 def split_qkv(fused: torch.Tensor, spec: dict[str, Any]) -> Tensors:
@@ -208,6 +292,14 @@ def check_template(template: Path, spec: dict[str, Any]) -> dict[str, Any]:
         for theirs, ours in CONFIG_KEYS.items()
         if config.get(theirs, False) != spec[ours]
     ]
+    wrong += [
+        f"{theirs}: template {config[theirs]!r}, run {spec[ours]!r}"
+        for theirs, ours in OPTIONAL_CONFIG_KEYS.items()
+        if theirs in config and (config[theirs] or 0) != spec[ours]
+    ]
+    ffn = "expert_ffn" if spec["family"] == "mixtral" else "ffn"
+    if config["intermediate_size"] != spec[ffn]:
+        wrong.append(f"intermediate_size: template {config['intermediate_size']!r}, run {spec[ffn]!r}")
     if wrong:
         raise ValueError(f"{template} is not the model that was trained: {'; '.join(wrong)}")
     return {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": spec["dtype"]}

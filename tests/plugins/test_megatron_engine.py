@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import subprocess
 import sys
-import tempfile
-import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +18,7 @@ from awex_core.errors import ConfigError, LayoutError
 from awex_core.layout import CanonicalTensor, encode_manifest
 from megatron_awex import commit, compat, engine
 from megatron_awex.engine import HfModel, WeightSyncCallback, extra_args_provider, wrap_optimizer_step
-from tests.support.trainer import ROOT
+from tests.support.wheels import unpacked
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 301, "tie_word_embeddings": True}
 
@@ -97,7 +93,7 @@ def test_ranks_that_fail_tell_the_others(monkeypatch):
 
 
 def test_a_failing_rank_raises_its_own_error():
-    with pytest.raises(ConfigError, match="known: llama, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match="known: deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3"):
         engine.attach(
             torch.nn.Linear(1, 1), config=SyncConfig("host:89", "secret"), hf_config={**QWEN3, "model_type": "x"}
         )
@@ -169,6 +165,18 @@ def test_parameters_that_have_moved_are_named_before_anything_is_published():
     assert writer.calls == [(1, {"verify": "off"})]
 
 
+def test_a_saved_buffer_that_has_moved_is_named_too():
+    model = torch.nn.Module()
+    model.register_buffer("expert_bias", torch.zeros(4))
+    model.register_buffer("counts", torch.zeros(4), persistent=False)
+    places = commit.Places([model])
+    model.counts = torch.zeros(5)
+    places.check()
+    model.expert_bias = torch.zeros(4)
+    with pytest.raises(LayoutError, match=r"1 parameters have moved since attach.*\n.*expert_bias"):
+        places.check()
+
+
 @pytest.mark.parametrize(("sliced", "lazy", "gathers"), [(True, True, 1), (True, False, 0), (False, False, 0)])
 def test_only_lazy_gathers_are_forced(sliced, lazy, gathers):
     calls = []
@@ -197,29 +205,12 @@ print(json.dumps({name: value for name, value in vars(args).items() if name.star
 """
 
 
-@functools.cache
-def megatron_training() -> Path:
-    """Folder of the unpacked wheel, fetched once with pip."""
-    cache = Path(os.environ.get("AWEX_TEST_CACHE", ROOT / ".cache")) / MEGATRON_TRAINING.replace("==", "-")
-    if not cache.is_dir():
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
-            options = ["--quiet", "--no-deps", "--only-binary=:all:", "--python-version=3.12", f"--dest={folder}"]
-            command = [sys.executable, "-m", "pip", "download", *options, MEGATRON_TRAINING]
-            subprocess.run(command, check=True, timeout=90)
-            (wheel,) = Path(folder).glob("*.whl")
-            zipfile.ZipFile(wheel).extractall(Path(folder) / "unpacked")
-            # Renamed when it is complete, so that an interrupted run leaves nothing half done.
-            (Path(folder) / "unpacked").rename(cache)
-    return cache
-
-
 @pytest.mark.timeout(240)
 def test_megatrons_parser_takes_our_arguments():
     given = ["--weight-sync-backend=awex", "--weight-sync-meta-server=host:89", "--weight-sync-interval=4"]
     done = subprocess.run(
         [sys.executable, "-c", PARSE, *given],
-        env=os.environ | {"PYTHONPATH": str(megatron_training())},
+        env=os.environ | {"PYTHONPATH": str(unpacked(MEGATRON_TRAINING))},
         check=True,
         timeout=90,
         stdout=subprocess.PIPE,

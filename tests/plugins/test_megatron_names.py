@@ -13,8 +13,8 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from awex_core.errors import ConfigError, LayoutError
 from megatron_awex import compat
+from megatron_awex.families import FAMILIES, family_for
 from megatron_awex.layout import Heads, check_accounted, name_shards
-from megatron_awex.names import FAMILIES, family_for
 
 HEADS = Heads(heads=8, groups=4, head_dim=4)
 VOCAB = 13
@@ -36,7 +36,7 @@ def test_a_family_is_found_by_its_name_and_its_model_types(family):
 
 
 def test_an_unknown_family_is_told_which_are_known():
-    with pytest.raises(ConfigError, match=r"'gpt2'.*llama, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match=r"'gpt2'.*deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe;"):
         family_for("gpt2")
 
 
@@ -74,7 +74,7 @@ def test_unknown_tensors_are_all_counted_and_the_first_ten_named():
     with pytest.raises(LayoutError, match=r"14 tensors") as caught:
         names_of([sharded(key, (2, 2)) for key in keys])
     message = str(caught.value)
-    assert "decoder.layers.0.mlp.router.weight: mixture-of-experts" in message
+    assert "decoder.layers.0.mlp.router.weight: not in the table of family 'qwen3'" in message
     assert "layers.9." in message
     assert "layers.10." not in message
     assert "and 4 more" in message
@@ -87,7 +87,7 @@ def test_unknown_tensors_are_all_counted_and_the_first_ten_named():
         ("mtp.layers.0.eh_proj.weight", "mtp_num_layers=None"),
         ("decoder.layers.0.mixer.in_proj.weight", "Mamba"),
         ("vision_model.conv1.weight", "attach the language model alone"),
-        ("decoder.layers.0.self_attention.linear_kv_down_proj.weight", "multi-latent attention"),
+        ("decoder.layers.0.self_attention.linear_kv_down_proj.weight", "not in the table of family 'qwen3'"),
         ("decoder.layers.0.self_attention.linear_proj.bias", "not in the table of family 'qwen3'"),
     ],
 )
@@ -211,5 +211,84 @@ def test_transformer_engine_keys_recorded_not_run():
             (f"{layer}mlp.up_proj.weight", (12, 4), (6, 0), (6, 4)),
             (f"{layer}mlp.down_proj.weight", (4, 12), (0, 6), (4, 6)),
             ("model.norm.weight", (4,), (0,), (4,)),
+        ]
+    )
+
+
+def recorded_te_experts(experts: range) -> dict:
+    """TEGroupedMLP of the expert-parallel rank that holds ``experts``, with expert tensor parallelism, rank 1 of 2.
+
+    One parameter per expert, ``weight0`` and so on, under the global expert's key: SequentialMLP's keys.
+    """
+    mlp = "decoder.layers.5.mlp."
+    tree = {}
+    for local, expert in enumerate(experts):
+        head = f"{mlp}experts.experts.{expert}."
+        fc1 = sharded(f"{head}linear_fc1.weight", (12, 4), 0, 1, 2)
+        tree[f"{mlp}experts.linear_fc1.weight{local}"] = apply_swiglu_sharded_factory(
+            fc1, (), singleton_local_shards=True
+        )
+        tree[f"{mlp}experts.linear_fc2.weight{local}"] = sharded(f"{head}linear_fc2.weight", (4, 6), 1, 1, 2)
+        for linear in ("linear_fc1", "linear_fc2"):
+            state = f"{head}{linear}._extra_state"
+            tree[f"{mlp}experts.{linear}._extra_state{local or ''}"] = ShardedObject(state, None, (1,), (0,))
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "gate", "up", "down"),
+    [
+        ("qwen3_moe", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+        ("deepseek_v3", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+        ("glm4_moe", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+        ("mixtral", "block_sparse_moe.experts", "w1", "w3", "w2"),
+    ],
+)
+def test_transformer_engines_grouped_experts_recorded_not_run(family, head, gate, up, down):
+    expected = []
+    for expert in (6, 7):
+        name = f"model.layers.5.{head}.{expert}"
+        expected += [
+            (f"{name}.{gate}.weight", (12, 4), (6, 0), (6, 4)),
+            (f"{name}.{up}.weight", (12, 4), (6, 0), (6, 4)),
+            (f"{name}.{down}.weight", (4, 12), (0, 6), (4, 6)),
+        ]
+    assert sorted(names_of(compat.flatten(recorded_te_experts(range(6, 8))), family)) == sorted(expected)
+
+
+def test_transformer_engines_latent_attention_recorded_not_run():
+    """Both down projections are whole on each rank, and norms are in the up projections that follow them."""
+    attention = "decoder.layers.5.self_attention."
+    tree = {
+        key: sharded(f"decoder.layers.5.{key}", local, *cut)
+        for key, local, cut in [
+            ("input_layernorm.weight", (8,), ()),
+            ("self_attention.linear_q_down_proj.weight", (6, 8), ()),
+            ("self_attention.linear_q_up_proj.layer_norm_weight", (6,), ()),
+            ("self_attention.linear_q_up_proj.weight", (12, 6), (0, 1, 2)),
+            ("self_attention.linear_kv_down_proj.weight", (5, 8), ()),
+            ("self_attention.linear_kv_up_proj.layer_norm_weight", (3,), ()),
+            ("self_attention.linear_kv_up_proj.weight", (16, 3), (0, 1, 2)),
+            ("self_attention.linear_proj.weight", (8, 10), (1, 1, 2)),
+            ("pre_mlp_layernorm.weight", (8,), ()),
+            ("mlp.router.weight", (8, 8), ()),
+            ("mlp.router.expert_bias", (8,), ()),
+        ]
+    }
+    tree[f"{attention}linear_q_up_proj._extra_state"] = ShardedObject("x", None, (1,), (0,))
+    layer = "model.layers.5."
+    assert sorted(names_of(compat.flatten(tree), "deepseek_v3")) == sorted(
+        [
+            (f"{layer}input_layernorm.weight", (8,), (0,), (8,)),
+            (f"{layer}self_attn.q_a_proj.weight", (6, 8), (0, 0), (6, 8)),
+            (f"{layer}self_attn.q_a_layernorm.weight", (6,), (0,), (6,)),
+            (f"{layer}self_attn.q_b_proj.weight", (24, 6), (12, 0), (12, 6)),
+            (f"{layer}self_attn.kv_a_proj_with_mqa.weight", (5, 8), (0, 0), (5, 8)),
+            (f"{layer}self_attn.kv_a_layernorm.weight", (3,), (0,), (3,)),
+            (f"{layer}self_attn.kv_b_proj.weight", (32, 3), (16, 0), (16, 3)),
+            (f"{layer}self_attn.o_proj.weight", (8, 20), (0, 10), (8, 10)),
+            (f"{layer}post_attention_layernorm.weight", (8,), (0,), (8,)),
+            (f"{layer}mlp.gate.weight", (8, 8), (0, 0), (8, 8)),
+            (f"{layer}mlp.gate.e_score_correction_bias", (8,), (0,), (8,)),
         ]
     )

@@ -1,12 +1,14 @@
-"""What the unmodified megatron-core 0.16.1 needs in order to train dense models on a CPU with gloo.
+"""What the unmodified megatron-core 0.16.1 needs in order to train on a CPU with gloo.
 
-Nothing in ``megatron.*`` is touched. Most needs are met by its own settings
-(``CPU_SETTINGS``); the rest is about torch, which Megatron asks for CUDA by name:
+Most needs are met by its own settings (``CPU_SETTINGS``) and specs
+(``megatron_cpu_spec``); the rest is about torch, which Megatron asks for CUDA by name:
 
     current_device()                 answered with the CPU
     device="cuda", .cuda()           rewritten to the CPU while the mode is on
     streams, events, synchronize     do nothing
     "torch.cuda.FloatTensor"         what Megatron's optimizers expect of Tensor.type()
+
+Two names in ``megatron.*`` are set, which 0.16.1 leaves wrong where TransformerEngine is absent (0.19 does not).
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ CPU_SETTINGS: Mapping[str, Any] = {
     "masked_softmax_fusion": False,
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_token_dispatcher_type": "allgather",
     "cross_entropy_loss_fusion": False,
     "batch_p2p_sync": False,
     "deallocate_pipeline_outputs": False,
@@ -60,9 +65,21 @@ def enable() -> None:
     cuda.current_stream = cuda.default_stream = _returns(_Idle())
     cuda.stream = lambda *_: contextlib.nullcontext()
     cuda.synchronize = cuda.empty_cache = _returns(None)
+    _name_what_is_absent()
     mode = _CudaMeansCpu()
     mode.__enter__()
     _active.append(mode)
+
+
+def _name_what_is_absent() -> None:
+    """Without these, routers raise NameError in their forward pass, and building latent attention raises TypeError."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
 
 
 class _Idle:

@@ -73,6 +73,29 @@ DEEPSEEK: dict[str, Any] = {
 }
 
 
+MIXTRAL: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 64,
+}
+
+GLM4_MOE: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_mtp_layers": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
+
 @dataclass(frozen=True)
 class Kind:
     """A model type of transformers, whether its embeddings are tied, its attention heads, and what only it has."""
@@ -92,7 +115,9 @@ KINDS = {
     # vLLM's Qwen2 takes hidden_size / heads for the head size, and its CPU kernels want 32.
     "qwen2": Kind("qwen2", heads=4, kv_heads=2),
     "qwen3-moe": Kind("qwen3_moe", sizes=QWEN3_MOE),
+    "mixtral": Kind("mixtral", sizes=MIXTRAL),
     "deepseek": Kind("deepseek_v3", heads=4, kv_heads=4, sizes=DEEPSEEK),
+    "glm4-moe": Kind("glm4_moe", sizes=GLM4_MOE),
 }
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.support import megatron_cpu
-from tests.support.tiny_models import KINDS
+from tests.support import megatron_cpu, megatron_cpu_spec
+from tests.support.tiny_models import KINDS, SIZES, Kind
 
 ROOT = Path(__file__).resolve().parents[2]
 RENDEZVOUS = "TRAINER_RENDEZVOUS"
@@ -35,12 +35,22 @@ RENDEZVOUS = "TRAINER_RENDEZVOUS"
 
 @dataclass(frozen=True)
 class Parallel:
-    """Degrees of parallelism, as in ``"tp=2,pp=1,vpp=1,dp=1"``; what is left out is 1."""
+    """Degrees of parallelism, as in ``"tp=2,pp=1,vpp=1,dp=1,ep=2"``; what is left out is 1, or as told below.
+
+    ``ep`` and ``etp`` share out the experts over the same ranks; ``etp`` left out is ``tp`` without ``ep``, else 1.
+    ``sp=1`` switches sequence parallelism on (models with experts have it wherever ``tp`` is above 1).
+    ``first`` and ``last`` are the numbers of layers of those pipeline stages, where they differ from the others'.
+    """
 
     tp: int = 1
     pp: int = 1
     vpp: int = 1
     dp: int = 1
+    ep: int = 1
+    etp: int = 0
+    sp: int = 0
+    first: int = 0
+    last: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Parallel:
@@ -49,9 +59,15 @@ class Parallel:
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
             if name.strip() not in {field.name for field in dataclasses.fields(cls)} or not value.strip().isdigit():
-                raise ValueError(f"{part!r} in layout {text!r} is not one of tp=N, pp=N, vpp=N, dp=N")
+                names = ", ".join(f"{field.name}=N" for field in dataclasses.fields(cls))
+                raise ValueError(f"{part!r} in layout {text!r} is not one of {names}")
             degrees[name.strip()] = int(value)
         return cls(**degrees)
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallelism of experts."""
+        return self.etp or (self.tp if self.ep == 1 else 1)
 
     @property
     def world(self) -> int:
@@ -61,7 +77,11 @@ class Parallel:
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """A tiny model and how it is trained. ``family`` is qwen3, qwen2 or llama; ``of_kind`` picks sizes that fit."""
+    """A tiny model and how it is trained. ``family`` is a model type of transformers; ``of_kind`` picks sizes that fit.
+
+    Sizes that are 0 mean that the model has no such part: experts, shared experts, latent attention.
+    ``stages`` places layers freely, as Megatron writes it: ``"Et|ttL"`` is embedding and one layer, then two and loss.
+    """
 
     layout: str = "tp=1"
     family: str = "qwen3"
@@ -78,7 +98,23 @@ class TrainerSpec:
     seed: int = 1234
     lr: float = 1e-3
     rope_theta: float = 10000.0
+    rotary_percent: float = 1.0
     norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    qk_norm: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    expert_bias: bool = False
+    expert_scale: float = 1.0
+    dense_layers: int = 0
+    q_lora: int = 0
+    kv_lora: int = 0
+    nope_dim: int = 0
+    rope_dim: int = 0
+    value_dim: int = 0
+    stages: str = ""
     distributed_optimizer: bool = False
     overlap_param_gather: bool = False
 
@@ -87,7 +123,7 @@ class TrainerSpec:
         """The trainer of a model that ``tiny_models.make_model(kind=kind)`` writes; ``fields`` are set besides."""
         chosen = KINDS[kind]
         sizes: dict[str, Any] = {"heads": chosen.heads, "kv_groups": chosen.kv_heads, "tied": chosen.tied}
-        return cls(family=chosen.model_type, **{**sizes, **fields})
+        return cls(family=chosen.model_type, **{**sizes, **_sizes({**SIZES, **chosen.sizes}, chosen), **fields})
 
     @property
     def parallel(self) -> Parallel:
@@ -101,10 +137,46 @@ class TrainerSpec:
         return -(-self.vocab // unit) * unit
 
     @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations are split along the sequence; Megatron demands it of experts under tensor parallelism."""
+        return self.parallel.tp > 1 and bool(self.parallel.sp or self.experts)
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """``dtype``, as torch has it."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+
+def _sizes(hf: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    """Fields of a spec from those of a Hugging Face config."""
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or hf.get("n_routed_experts") or 0
+    expert_ffn = hf.get("moe_intermediate_size", hf["intermediate_size"]) if experts else 0
+    sigmoid = kind.model_type in ("deepseek_v3", "glm4_moe")
+    return {
+        "layers": hf["num_hidden_layers"],
+        "hidden": hf["hidden_size"],
+        "head_dim": hf["head_dim"],
+        "ffn": hf["intermediate_size"],
+        "vocab": hf["vocab_size"],
+        "rope_theta": hf["rope_parameters"]["rope_theta"],
+        "rotary_percent": hf["rope_parameters"].get("partial_rotary_factor", 1.0),
+        "norm_eps": hf["rms_norm_eps"],
+        "qkv_bias": kind.model_type == "qwen2" or hf.get("attention_bias", False),
+        "qk_norm": kind.model_type in ("qwen3", "qwen3_moe", "deepseek_v3") or hf.get("use_qk_norm", False),
+        "experts": experts,
+        "experts_per_token": hf["num_experts_per_tok"] if experts else 0,
+        "expert_ffn": expert_ffn,
+        "shared_ffn": expert_ffn * hf.get("n_shared_experts", 0),
+        "expert_bias": sigmoid,
+        "expert_scale": hf.get("routed_scaling_factor", 1.0),
+        "dense_layers": hf.get("first_k_dense_replace", 0),
+        "q_lora": hf.get("q_lora_rank") or 0,
+        "kv_lora": hf.get("kv_lora_rank", 0),
+        "nope_dim": hf.get("qk_nope_head_dim", 0),
+        "rope_dim": hf.get("qk_rope_head_dim", 0),
+        "value_dim": hf.get("v_head_dim", 0),
+    }
 
 
 def text_batch(step: int, micro_batches: int, seq: int) -> torch.Tensor:
@@ -166,14 +238,14 @@ class Trainer:
         return scores.float()
 
     def dump_raw(self, folder: Path | str) -> None:
-        """Write this rank's parameters as Megatron names them, and where the rank stands, to ``folder/rank{N}.*``."""
+        """Write what this rank saves, as Megatron names it, and where the rank stands, to ``folder/rank{N}.*``."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         rank = dist.get_rank()
         tensors = {
             f"{index}/{name}": parameter.detach().clone()
             for index, chunk in enumerate(self.bare_chunks)
-            for name, parameter in chunk.named_parameters()
+            for name, parameter in [*chunk.named_parameters(), *_expert_biases(chunk)]
         }
         save_file(tensors, path / f"rank{rank}.safetensors")
         (path / f"rank{rank}.json").write_text(json.dumps(self._coordinates(), indent=1))
@@ -196,10 +268,12 @@ class Trainer:
 
         return {
             "spec": dataclasses.asdict(self.spec) | {"padded_vocab": self.spec.padded_vocab},
-            "parallel": dataclasses.asdict(self.spec.parallel),
+            "parallel": dataclasses.asdict(self.spec.parallel) | {"etp": self.spec.parallel.expert_tp},
             "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
             "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
             "dp_rank": parallel_state.get_data_parallel_rank(),
+            "ep_rank": parallel_state.get_expert_model_parallel_rank(),
+            "etp_rank": parallel_state.get_expert_tensor_parallel_rank(),
             "layer_numbers": [[layer.layer_number for layer in chunk.decoder.layers] for chunk in self.bare_chunks],
         }
 
@@ -215,6 +289,8 @@ def _start_megatron(spec: TrainerSpec) -> None:
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
     )
     torch.manual_seed(spec.seed)
     model_parallel_cuda_manual_seed(spec.seed, inference_rng_tracker=True)
@@ -222,33 +298,76 @@ def _start_megatron(spec: TrainerSpec) -> None:
 
 def _transformer_config(spec: TrainerSpec) -> Any:
     from megatron.core.distributed import finalize_model_grads
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     parallel = spec.parallel
-    return TransformerConfig(
+    make = MLATransformerConfig if spec.kv_lora else TransformerConfig
+    return make(
         num_layers=spec.layers,
         hidden_size=spec.hidden,
         num_attention_heads=spec.heads,
-        num_query_groups=spec.kv_groups,
-        kv_channels=spec.head_dim,
         ffn_hidden_size=spec.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
         add_bias_linear=False,
-        add_qkv_bias=spec.family == "qwen2",
-        qk_layernorm=spec.family == "qwen3",
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        sequence_parallel=spec.sequence_parallel,
         params_dtype=spec.torch_dtype,
         pipeline_dtype=spec.torch_dtype,
         bf16=spec.dtype == "bfloat16",
         finalize_model_grads_func=finalize_model_grads,
+        **_head_settings(spec),
+        **(_expert_settings(spec) if spec.experts else {}),
+        **_stage_settings(spec),
         **megatron_cpu.CPU_SETTINGS,
         **megatron_cpu.pipeline_settings(parallel.pp, parallel.vpp),
     )
+
+
+def _head_settings(spec: TrainerSpec) -> dict[str, Any]:
+    if not spec.kv_lora:
+        return {"num_query_groups": spec.kv_groups, "kv_channels": spec.head_dim}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": spec.q_lora or None,
+        "kv_lora_rank": spec.kv_lora,
+        "qk_head_dim": spec.nope_dim,
+        "qk_pos_emb_head_dim": spec.rope_dim,
+        "v_head_dim": spec.value_dim,
+        "rope_type": "rope",
+        "rotary_base": spec.rope_theta,
+    }
+
+
+def _expert_settings(spec: TrainerSpec) -> dict[str, Any]:
+    return {
+        "num_moe_experts": spec.experts,
+        "moe_router_topk": spec.experts_per_token,
+        "moe_ffn_hidden_size": spec.expert_ffn,
+        "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
+        "moe_layer_freq": [int(layer >= spec.dense_layers) for layer in range(spec.layers)],
+        "moe_router_score_function": "sigmoid" if spec.expert_bias else "softmax",
+        "moe_router_enable_expert_bias": spec.expert_bias,
+        "moe_router_topk_scaling_factor": spec.expert_scale if spec.expert_bias else None,
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": spec.parallel.ep,
+        "expert_tensor_parallel_size": spec.parallel.expert_tp,
+    }
+
+
+def _stage_settings(spec: TrainerSpec) -> dict[str, Any]:
+    parallel = spec.parallel
+    return {
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": parallel.first or None,
+        "num_layers_in_last_pipeline_stage": parallel.last or None,
+        "pipeline_model_parallel_layout": spec.stages or None,
+    }
 
 
 def _build_chunks(spec: TrainerSpec, config: Any) -> list[Any]:
@@ -259,34 +378,50 @@ def _build_chunks(spec: TrainerSpec, config: Any) -> list[Any]:
 def _build_chunk(spec: TrainerSpec, config: Any, stage: int | None) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     virtual: dict[str, Any] = {} if stage is None else {"vp_stage": stage, "ignore_virtual": False}
     chunk = GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"),
+        megatron_cpu_spec.block_spec(config, stage),
         vocab_size=spec.padded_vocab,
         max_sequence_length=2048,
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
+        rotary_percent=spec.rotary_percent,
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),
         post_process=parallel_state.is_pipeline_last_stage(**virtual),
         share_embeddings_and_output_weights=spec.tied,
         parallel_output=True,
         vp_stage=stage,
     )
-    if spec.family == "qwen2":
-        _fill_biases(chunk, spec.seed)
+    _fill(chunk, spec.seed)
     return chunk
 
 
-def _fill_biases(chunk: Any, seed: int) -> None:
-    """Give biases values: Megatron starts them at zero, where a wrong place would not show."""
+def _fill(chunk: Any, seed: int) -> None:
+    """Give biases values: Megatron starts them at zero, where a wrong place would not show.
+
+    Where there are experts, tokens and routers are spread out, so that few experts are left without a token.
+    """
     draw = torch.Generator().manual_seed(seed + dist.get_rank())
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():
             if name.endswith(".bias"):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+            elif name.endswith(".router.weight"):
+                parameter.mul_(5)
+            elif name == "embedding.word_embeddings.weight" and chunk.config.num_moe_experts:
+                parameter.mul_(10)
+        # The same on all ranks that hold the layer.
+        for layer in chunk.decoder.layers:
+            draw.manual_seed(seed + layer.layer_number)
+            for _, bias in _expert_biases(layer):
+                bias.copy_(0.02 * torch.randn(bias.shape, generator=draw))
+
+
+def _expert_biases(module: Any) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that are weights: what routers add to their scores."""
+    return [(name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias")]
 
 
 def _wrap(spec: TrainerSpec, config: Any, chunks: list[Any]) -> list[Any]:
