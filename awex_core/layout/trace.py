@@ -224,7 +224,8 @@ class _Recorder(TorchDispatchMode):
             for piece in source.pieces:
                 region = target
                 for dim, (begin, size) in enumerate(zip(piece.at, piece.meta.shape, strict=True)):
-                    region = region.narrow(dim, begin, size)
+                    if size != region.shape[dim]:
+                        region = region.narrow(dim, begin, size)
                 self._record_piece(buffer, region, piece)
         except LayoutError as error:
             self._mark(target, f"{_names([source])}: {error}")
