@@ -62,12 +62,24 @@ QWEN3_30B_A3B = ModelShape(
     experts=128,
     qk_norm=True,
 )
+QWEN3_235B = ModelShape(
+    name="Qwen3-235B-A22B",
+    layers=94,
+    hidden=4096,
+    heads=64,
+    kv_heads=4,
+    head_dim=128,
+    intermediate=1536,
+    vocab=151936,
+    experts=128,
+    qk_norm=True,
+)
 QWEN3_8B = ModelShape("Qwen3-8B", 36, 4096, 32, 8, 128, 12288, 151936, qk_norm=True)
 QWEN3_0_6B = ModelShape("Qwen3-0.6B", 28, 1024, 16, 8, 128, 3072, 151936, qk_norm=True, tied=True)
 QWEN2_5_7B = ModelShape("Qwen2.5-7B", 28, 3584, 28, 4, 128, 18944, 152064, qkv_bias=True)
 LLAMA_3_1_8B = ModelShape("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, 128256)
 
-MODELS = {shape.name: shape for shape in (QWEN3_30B_A3B, QWEN3_8B, QWEN3_0_6B, QWEN2_5_7B, LLAMA_3_1_8B)}
+MODELS = {shape.name: shape for shape in (QWEN3_30B_A3B, QWEN3_235B, QWEN3_8B, QWEN3_0_6B, QWEN2_5_7B, LLAMA_3_1_8B)}
 
 
 def canonical_tensors(model: ModelShape) -> list[CanonicalTensor]:

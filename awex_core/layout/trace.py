@@ -13,6 +13,7 @@ changes, whatever the loader does and wherever it raises.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from awex_core.errors import LayoutError, TraceError
 from awex_core.layout.coverage import Gap, memory_gaps
@@ -165,7 +166,7 @@ class _Recorder(TorchDispatchMode):
         written = _written_arguments(func, args, kwargs)
         if any(self.buffer_of(tensor) is not None for tensor in written):
             return self._write(func, written[0], args, kwargs)
-        traced = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, TracedTensor)]
+        traced = [leaf for leaf in _tensors((*args, *kwargs.values())) if isinstance(leaf, TracedTensor)]
         if not traced:
             return func(*args, **kwargs)
         changed = [tensor for tensor in written if isinstance(tensor, TracedTensor)]
@@ -223,7 +224,8 @@ class _Recorder(TorchDispatchMode):
             for piece in source.pieces:
                 region = target
                 for dim, (begin, size) in enumerate(zip(piece.at, piece.meta.shape, strict=True)):
-                    region = region.narrow(dim, begin, size)
+                    if size != region.shape[dim]:
+                        region = region.narrow(dim, begin, size)
                 self._record_piece(buffer, region, piece)
         except LayoutError as error:
             self._mark(target, f"{_names([source])}: {error}")
@@ -311,14 +313,43 @@ _VIEWS = _SLICES | {
 }
 
 
+@functools.cache
+def _write_positions(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operator writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
 def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    written = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+    written: list[torch.Tensor] = []
+    for position, name in _write_positions(func):
+        written += _tensors([args[position] if position < len(args) else kwargs.get(name)])
     return written
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among arguments of an operator, which nests them one list deep at most."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [entry for entry in value if isinstance(entry, torch.Tensor)]
+    return found
+
+
+def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """``function`` of a value, or of each entry of a list or tuple."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(function(entry) for entry in value)
+    return function(value)
+
+
+def _call_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(
+        *(_map_tensors(_meta_of, value) for value in args),
+        **{name: _map_tensors(_meta_of, value) for name, value in kwargs.items()},
+    )
 
 
 def _names(traced: Sequence[TracedTensor]) -> str:
@@ -351,13 +382,13 @@ def _as_dtype(meta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: TracedTensor) -> Any:
     """Apply a view operator to what a traced tensor shows."""
     if tensor.constant is not None:
-        result = func(*tree_map(_meta_of, args), **tree_map(_meta_of, kwargs))
-        return tree_map(lambda meta: _constant(tensor, meta), result)
+        result = _call_on_meta(func, args, kwargs)
+        return _map_tensors(lambda meta: _constant(tensor, meta), result)
     if tensor.opaque or len(tensor.pieces) != 1:
         return _view_composite(func, args, kwargs, tensor)
     piece = tensor.pieces[0]
     try:
-        result = func(*tree_map(_meta_of, args), **tree_map(_meta_of, kwargs))
+        result = _call_on_meta(func, args, kwargs)
     except RuntimeError as error:  # a reshape that needs a copy: the elements cannot be shown as one view
         if func not in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
             raise
@@ -384,7 +415,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Trac
             casts=tensor.casts,
         )
 
-    return tree_map(wrap, result)
+    return _map_tensors(wrap, result)
 
 
 def _constant(tensor: TracedTensor, meta: Any) -> Any:
@@ -395,9 +426,9 @@ def _constant(tensor: TracedTensor, meta: Any) -> Any:
 
 def _view_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: TracedTensor) -> Any:
     """Views of a ``cat`` or ``stack``: slices and permutations are followed, reshapes are not."""
-    result = func(*tree_map(_meta_of, args), **tree_map(_meta_of, kwargs))
+    result = _call_on_meta(func, args, kwargs)
     if tensor.opaque:
-        return tree_map(lambda meta: _relabel(tensor, meta, tensor.opaque), result)
+        return _map_tensors(lambda meta: _relabel(tensor, meta, tensor.opaque), result)
     if func is aten.slice.Tensor:
         dim, start, end, step = (*args[1:], *(None,) * 4)[:4]
         if (step or 1) == 1:
@@ -416,7 +447,7 @@ def _view_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], te
     if func is aten.unsqueeze.default:
         dim = args[1] % (tensor.dim() + 1)
         return _rearrange(tensor, result, lambda meta: meta.unsqueeze(dim), lambda at: (*at[:dim], 0, *at[dim:]))
-    return tree_map(lambda meta: _relabel(tensor, meta, f"a concatenation was viewed by {func}"), result)
+    return _map_tensors(lambda meta: _relabel(tensor, meta, f"a concatenation was viewed by {func}"), result)
 
 
 def _split_composite(

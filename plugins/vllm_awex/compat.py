@@ -198,13 +198,11 @@ class Rehearsal:
 
 def rehearse(module: torch.nn.Module, metas: Tensors, device: torch.device) -> Rehearsal:
     """Run a module's post-load step on random numbers, and put everything back as it was."""
-    random = torch.Generator(device=device).manual_seed(0)
-    given = {name: _noise(materialize(meta, device), random) for name, meta in metas.items()}
-    before = {name: tensor.detach().clone() for name, tensor in given.items()}
+    given = {name: _noise(materialize(meta, device)) for name, meta in metas.items()}
     try:
         with _post_load_step(module, given) as step:
             try:
-                return Rehearsal(_changes(step, before), _misfit(module, step))
+                return Rehearsal(_changes(step, metas, device), _misfit(module, step))
             finally:
                 _restore(step.state)
     except Exception as error:  # noqa: BLE001 - the engine's own step may raise anything
@@ -288,25 +286,32 @@ def _is_part(value: Any) -> bool:
     return type(value).__module__.startswith("vllm.model_executor")
 
 
-def _noise(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Fill a tensor with positive numbers that any step can compute with."""
-    numbers = torch.rand(tensor.shape, generator=random, device=tensor.device) + 0.5
-    integer = not tensor.dtype.is_floating_point
-    tensor.data.copy_((numbers * 60).to(tensor.dtype) if integer else numbers.to(tensor.dtype))
+_PERIOD = 65521
+"""A prime, so that no rearrangement by powers of two maps the noise onto itself."""
+
+
+def _noise(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor with positive numbers that any step can compute with; the same for every call."""
+    numbers = torch.rand(_PERIOD, generator=torch.Generator().manual_seed(0)) + 0.5
+    pattern = (numbers if tensor.dtype.is_floating_point else numbers * 60).to(tensor.device, tensor.dtype)
+    flat = tensor.data.as_strided((tensor.numel(),), (1,))  # in the order of memory, whatever the strides are
+    whole = len(flat) // _PERIOD * _PERIOD
+    flat[:whole].view(-1, _PERIOD).copy_(pattern.expand(whole // _PERIOD, _PERIOD))
+    flat[whole:].copy_(pattern[: len(flat) - whole])
     return tensor
 
 
-def _changes(step: _Step, given: Tensors) -> str:
-    """What became of the tensors that a step was given, in words; empty when they are as they were."""
-    for name, before in given.items():
+def _changes(step: _Step, metas: Tensors, device: torch.device) -> str:
+    """What became of the noise that a step was given, in words; empty when it is as it was."""
+    for name, meta in metas.items():
         after = step.made.get(name)
         if after is None:
             return f"drops {name}"
-        if after.shape != before.shape or after.dtype != before.dtype:
-            return f"turns {name} from {_kind(before)} into {_kind(after)}"
-        if not torch.equal(_bits(after), _bits(before)):
+        if after.shape != meta.shape or after.dtype != meta.dtype:
+            return f"turns {name} from {_kind(meta)} into {_kind(after)}"
+        if after.stride() != meta.stride() or not torch.equal(_bits(after), _bits(_noise(materialize(meta, device)))):
             return f"rearranges {name}"
-    added = sorted(step.made.keys() - given.keys())
+    added = sorted(step.made.keys() - metas.keys())
     if any(name not in step.live or not torch.equal(step.made[name], step.live[name]) for name in added):
         return f"computes {', '.join(added)}"
     return ""

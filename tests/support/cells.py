@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 OTHER_RANK = "another rank refuses"
@@ -16,6 +16,7 @@ class Cell:
 
     ``checkpoint`` says how the checkpoint was quantised by a tool, ``online``
     how the engine quantises what it loads; ``mutation`` is what a test breaks on purpose.
+    ``trainer`` are sizes of the trainer's model where it is not the engine's: that has to be refused.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Cell:
     online: str = ""
     mutation: str = ""
     sizes: tuple[tuple[str, Any], ...] = ()
+    trainer: tuple[tuple[str, Any], ...] = ()
 
     @property
     def world(self) -> int:
@@ -37,6 +39,7 @@ class Cell:
         layout = f"tp{self.tp}" + (f"-pp{self.pp}" if self.pp > 1 else "") + ("-ep" if self.ep else "")
         parts = [self.kind, self.dtype, layout, self.checkpoint, self.online, self.mutation]
         parts += [f"{name}={value}" for name, value in self.sizes]
+        parts += [f"trainer:{name}={value}" for name, value in self.trainer]
         return " ".join(part for part in parts if part)
 
     def to_json(self) -> str:
@@ -47,7 +50,13 @@ class Cell:
     def from_json(line: str) -> Cell:
         """The inverse of ``to_json``."""
         fields = json.loads(line)
-        return Cell(**fields | {"sizes": tuple((name, value) for name, value in fields.get("sizes", ()))})
+        pairs = {key: tuple((name, value) for name, value in fields.get(key, ())) for key in ("sizes", "trainer")}
+        return Cell(**fields | pairs)
+
+    @property
+    def trained(self) -> Cell:
+        """The same with the trainer's sizes."""
+        return replace(self, sizes=self.trainer or self.sizes, trainer=())
 
 
 @dataclass(frozen=True)

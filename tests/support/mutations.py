@@ -30,8 +30,10 @@ def drop_padding(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:
 
 
 def skip_head(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:
-    """A head that is tied to the embedding, but has memory of its own, is not written."""
-    return _without(traced, lambda shard: traced.layout.buffers[shard.buffer].name.startswith("lm_head"))
+    """The last pipeline stage's own copy of the embedding, which is its head, is not written."""
+    if not any(tensor.name == "model.norm.weight" for tensor in traced.layout.tensors):
+        return traced
+    return _without(traced, lambda shard: "embed_tokens" in traced.layout.buffers[shard.buffer].name)
 
 
 def forget_scale(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:

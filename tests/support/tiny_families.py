@@ -188,6 +188,9 @@ def _rewrite(path: Path, quantise: Callable[[Any], dict[str, Any]], config: dict
             tensors[name] = tensor
     packed = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(packed, path / "model.safetensors", {"format": "pt"})
+    routers = [name.removesuffix(".weight") for name in tensors if name.endswith(".gate.weight")]
+    if config["quant_method"] == "fp8":
+        config = config | {"modules_to_not_convert": ["lm_head", *routers]}
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"quantization_config": config}, indent=1))
 

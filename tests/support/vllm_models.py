@@ -12,6 +12,7 @@ worker does, and compares every tensor with the oracle's, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -50,7 +51,7 @@ class Site:
 
     def checkpoint(self, cell: Cell, seed: int) -> Path:
         """A checkpoint of the cell's model; cells with one model share it."""
-        sizes = "".join(f"-{name}{value}" for name, value in cell.sizes)
+        sizes = "".join(f"-{name}{value}" for name, value in _sizes(cell).items())
         return self.folder / "models" / f"{cell.kind}-{cell.dtype}{sizes}-{cell.checkpoint or 'plain'}-{seed}"
 
     def dump(self, cell: Cell, rank: int) -> Path:
@@ -62,6 +63,11 @@ class Site:
         return self.folder / f"{cell}-{rank}.json"
 
 
+def _sizes(cell: Cell) -> dict[str, Any]:
+    """Few layers, and over two pipeline stages an odd number of them."""
+    return {"num_hidden_layers": 3 if cell.pp > 1 else 2, **dict(cell.sizes)}
+
+
 def run_cells(cells: Sequence[Cell], folder: Path) -> Iterator[Outcome]:
     """Run cells, those of one layout together; each outcome as soon as its layout is done."""
     site = Site(folder)
@@ -69,8 +75,9 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> Iterator[Outcome]:
     number = itertools.count()
     for _, group in itertools.groupby(sorted(cells, key=lambda cell: cell.world), key=lambda cell: cell.world):
         same_size = list(group)
-        oracles = list(dict.fromkeys(replace(cell, mutation="") for cell in same_size))
-        _on_ranks(_Oracle(site), oracles, folder / f"meet-{next(number)}")
+        oracles = list(dict.fromkeys(replace(cell, mutation="") for cell in same_size if not cell.trainer))
+        if oracles:
+            _on_ranks(_Oracle(site), oracles, folder / f"meet-{next(number)}")
         _on_ranks(_Subject(site), same_size, folder / f"meet-{next(number)}")
         for cell in same_size:
             yield _merge(cell, [Path(site.outcome(cell, rank)) for rank in range(cell.world)])
@@ -145,10 +152,11 @@ def _be_rank(role: Callable[[Cell, int], None], cells: Sequence[Cell], rank: int
 def _make_checkpoints(site: Site, cells: Sequence[Cell]) -> None:
     from tests.support.tiny_families import make_family
 
-    for cell, seed in itertools.product(cells, SEEDS):
+    models = [model for cell in cells for model in (cell, cell.trained)]
+    for cell, seed in itertools.product(models, SEEDS):
         path = site.checkpoint(cell, seed)
         if not path.exists():
-            make_family(path, cell.kind, dtype=cell.dtype, seed=seed, quantise=cell.checkpoint, **dict(cell.sizes))
+            make_family(path, cell.kind, dtype=cell.dtype, seed=seed, quantise=cell.checkpoint, **_sizes(cell))
 
 
 # --- models -----------------------------------------------------------------------------------------
@@ -236,18 +244,18 @@ class _Subject:
     def __call__(self, cell: Cell, rank: int) -> None:
         import torch
 
-        expected = torch.load(self.site.dump(cell, rank))
+        expected = {} if cell.trainer else torch.load(self.site.dump(cell, rank))
         if isinstance(expected, str):
             outcome = Outcome(cell, refused=expected)
         else:
             from tests.support.vllm_subject import follow
 
-            checkpoints = [self.site.checkpoint(cell, seed) for seed in SEEDS]
+            checkpoints = [self.site.checkpoint(cell.trained, seed) for seed in SEEDS]
             begun = time.perf_counter()
             try:
                 # Dummy weights are noise everywhere, in KV-cache scales too, which no checkpoint here would mend.
                 start = "auto" if cell.checkpoint else "dummy"
-                with built(cell, checkpoints[0], start) as (model, config):
+                with built(cell, self.site.checkpoint(cell, SEEDS[0]), start) as (model, config):
                     seconds = {"build": time.perf_counter() - begun}
                     outcome = follow(cell, rank, model, config, checkpoints, expected, seconds)
             except Exception as error:
@@ -276,6 +284,7 @@ def main() -> None:
     import vllm.engine.arg_utils
     import vllm.model_executor.model_loader  # noqa: F401 - imported once, before forking
 
+    gc.freeze()  # vLLM collects garbage at every load, and most objects are the imported modules'
     for outcome in run_cells(cells, folder):
         answers.write(outcome.to_json() + "\n")
 
