@@ -1,4 +1,4 @@
-"""The only file that touches private SGLang names. Tested with 0.5.23."""
+"""The only file that touches private SGLang names. Tested with 0.5.23; what 0.5.16 lacks is found by feature test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import multiprocessing
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,10 +75,18 @@ def _before_launch(*_: Any, **given: Any) -> None:
 
     if not options.enabled():
         return
-    server_args = given["server_args"]
-    server_args.resolve_once()
-    options.settle(server_args.resolved_dict())
+    options.settle(_settings(given["server_args"]))
     engine.make_key()
+
+
+def _settings(server_args: Any) -> Mapping[str, Any]:
+    """An engine's settings, resolved."""
+    if hasattr(server_args, "resolved_dict"):
+        server_args.resolve_once()
+        return server_args.resolved_dict()
+    # 0.5.16 resolves them as they are made, and counts ranks of attention data parallelism as replicas.
+    settings = vars(server_args)
+    return {**settings, "dp_size": 1} if settings["enable_dp_attention"] else settings
 
 
 def _after_launch(launched: Any, engine_class: Any, **_: Any) -> None:
@@ -88,8 +96,24 @@ def _after_launch(launched: Any, engine_class: Any, **_: Any) -> None:
 
     manager = launched[0]
     if options.enabled() and not serves_http() and hasattr(manager, "generate_request"):
-        # The loop in which an offline engine, which is just being made, will run its calls.
-        attach_to_manager(manager, engine_class._ensure_event_loop())
+        _with_loop_of_next(engine_class, lambda loop: attach_to_manager(manager, loop))
+
+
+def _with_loop_of_next(engine_class: Any, use: Callable[[asyncio.AbstractEventLoop], None]) -> None:
+    """Use the loop in which an offline engine, which is just being made, will run its calls."""
+    if hasattr(engine_class, "_ensure_event_loop"):
+        use(engine_class._ensure_event_loop())
+        return
+
+    class LoopAttribute:
+        """0.5.16 makes the loop last, so it is noticed when the engine keeps it."""
+
+        def __set__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+            del engine_class.loop
+            engine.loop = loop
+            use(loop)
+
+    engine_class.loop = LoopAttribute()
 
 
 # Scheduler ranks
@@ -97,15 +121,39 @@ def _after_launch(launched: Any, engine_class: Any, **_: Any) -> None:
 
 def target_runner(manager: Any) -> Any:
     """The model runner of the target model."""
-    return dict(manager.tp_worker.weight_update_runners())["target"]
+    worker = manager.tp_worker
+    if hasattr(worker, "weight_update_runners"):
+        return dict(worker.weight_update_runners())["target"]
+    return worker.model_runner  # 0.5.16
 
 
-def worker_rank() -> int:
+def worker_rank(manager: Any) -> int:
     """This rank among all of the engine's: replica, then pipeline stage, then tensor-parallel rank."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel: Any = get_parallel()
-    return ((parallel.dp_rank or 0) * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + parallel.tp_rank
+    if hasattr(parallel, "dp_rank"):
+        replica = parallel.dp_rank or 0
+    else:  # 0.5.16
+        scheduler = manager.scheduler
+        replica = 0 if scheduler.server_args.enable_dp_attention else scheduler.ps.dp_rank or 0
+    return (replica * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + parallel.tp_rank
+
+
+def begin_update(runner: Any) -> None:
+    """SGLang's own start of an update from outside: quantised methods give up what they packed in place."""
+    begin = getattr(runner.weight_updater, "begin_weight_update", None)
+    if begin is not None:  # 0.5.16 has no such thing, and methods that pack are refused there
+        begin()
+
+
+def end_update(runner: Any) -> None:
+    """SGLang's own end of an update from outside: what is derived from weights is computed anew."""
+    updater = runner.weight_updater
+    if hasattr(updater, "end_weight_update"):
+        updater.end_weight_update(run_post_load=True)
+    elif hasattr(runner.model, "post_load_weights"):  # 0.5.16: what its loaders do last
+        runner.model.post_load_weights()
 
 
 def agree(group: Any, mine: str, order: Sequence[str]) -> str:
@@ -136,6 +184,12 @@ def why_unsupported(model: torch.nn.Module) -> list[str]:
         if method is None:
             continue
         kind = type(method)
+        if getattr(module, "use_intel_amx_backend", False):
+            faults.append(f"{path}: its weights are packed for AMX after loading; serve it on a GPU")
+            continue
+        if _rearranges_experts(method):
+            faults.append(f"{path}: its experts are rearranged after loading; choose another --moe-runner-backend")
+            continue
         inherited = isinstance(method, QuantizeMethodBase) and (
             kind.process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading
         )
@@ -146,6 +200,12 @@ def why_unsupported(model: torch.nn.Module) -> list[str]:
         elif getattr(method, "use_flashinfer_trtllm_moe", False):
             faults.append(f"{path}: its weights are shuffled; serve with --moe-runner-backend triton")
     return faults
+
+
+def _rearranges_experts(method: Any) -> bool:
+    """Whether the live experts are laid out for a kernel: tracing would see the wrong rows, or change them."""
+    names = ("use_flashinfer_trtllm_moe", "w13_swiglu_interleaved")
+    return any(getattr(method, name, False) is True for name in names)
 
 
 _HARMLESS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
@@ -219,6 +279,9 @@ async def set_weight_version(manager: Any, version: str) -> None:
     """Show clients which version answers; requests in flight keep the span of each version."""
     from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
+    if not hasattr(manager, "update_weight_version"):  # 0.5.16 shows one version for the whole of an answer
+        manager.server_args.override("awex", weight_version=version)
+        return
     await manager.update_weight_version(UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False))
 
 
@@ -230,11 +293,10 @@ async def fail_requests(manager: Any, message: str) -> None:
     wait in this process are let through to them.
     """
     from sglang.srt.managers.io_struct import AbortReq
-    from sglang.srt.runtime_context import get_parallel
 
     await pause(manager, "retract")
     reason = {"type": "abort", "status_code": 503, "message": message}
-    if get_parallel().pp_size == 1:  # a pipeline's schedulers do not pause: nothing may reach them
+    if _pipeline_stages(manager) == 1:  # a pipeline's schedulers do not pause: nothing may reach them
         await _let_through(manager, True)
     try:
         for _ in range(50):
@@ -246,6 +308,12 @@ async def fail_requests(manager: Any, message: str) -> None:
             await asyncio.sleep(0.1)
     finally:
         await _let_through(manager, False)
+
+
+def _pipeline_stages(manager: Any) -> int:
+    if hasattr(manager, "config_value"):
+        return int(manager.config_value("pp_size"))
+    return int(manager.server_args.pp_size)  # 0.5.16
 
 
 async def _let_through(manager: Any, through: bool) -> None:

@@ -28,7 +28,7 @@ class SglangWorkerModel:
         """``runner`` is SGLang's model runner of the target model."""
         self.device = torch.device(f"cuda:{runner.gpu_id}" if runner.device == "cuda" else runner.device)
         self._model: torch.nn.Module = runner.model
-        self._updater = runner.weight_updater
+        self._runner = runner
         self._traced: dict[str, torch.UntypedStorage] = {}
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
@@ -66,7 +66,7 @@ class SglangWorkerModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a step that was launched before the pause may still read weights
         with torch.no_grad():
-            self._updater.begin_weight_update()
+            compat.begin_update(self._runner)
         tensors = self._tensors()
         moved = [
             name
@@ -80,7 +80,7 @@ class SglangWorkerModel:
     def finish(self) -> None:
         """See ``WorkerModel.finish``: what SGLang does after weights were written from outside."""
         with torch.no_grad():
-            self._updater.end_weight_update(run_post_load=True)
+            compat.end_update(self._runner)
 
     def abort(self) -> None:
         """See ``WorkerModel.abort``; nothing was allocated."""

@@ -105,8 +105,18 @@ def cell_from_json(fields: dict) -> Cell:
 DENSE = ("llama", "llama-tied", "qwen2", "qwen3", "qwen3-tied", "phi3", "gemma3")
 EXPERTS = ("qwen3-moe", "mixtral", "glm4-moe", "deepseek", "gpt-oss")
 
+REFUSED = {
+    ("gemma3", PP2): "refused: SGLang does not load it here: reference rank 0: AssertionError: Pipeline Parallel is not",
+}
+"""Cells that SGLang itself does not serve, and what it says."""
+
+
+def _expected(kind: str, layout: EngineLayout) -> str:
+    return REFUSED.get((kind, layout), "bit-equal")
+
+
 CELLS = [
-    *(Cell(kind, layout) for kind in DENSE for layout in (TP1, TP2, PP2, DP2)),
+    *(Cell(kind, layout, expected=_expected(kind, layout)) for kind in DENSE for layout in (TP1, TP2, PP2, DP2)),
     *(Cell(kind, layout) for kind in EXPERTS for layout in (TP1, TP2, EP2, PP2, DP2)),
 ]
 

@@ -39,6 +39,9 @@ Tensors = dict[str, torch.Tensor]
 OLD, NEW = 1, 2
 """Seeds of the weights that an engine starts on, and of those it is given."""
 
+BACKENDS = {"gpt-oss": {"attention_backend": "triton"}}
+"""SGLang refuses others for these models. The backend is named, never run."""
+
 
 def build_runner(cell: Cell, checkpoint: Path, rank: int, port: int) -> Any:
     """SGLang's model runner of one rank, with the checkpoint loaded; no cache, no scheduler."""
@@ -48,6 +51,7 @@ def build_runner(cell: Cell, checkpoint: Path, rank: int, port: int) -> Any:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join("0" * cell.layout.world)  # one thread each
     degrees = {"tp_size": cell.layout.tp, "ep_size": cell.layout.ep, "pp_size": cell.layout.pp}
     args = ServerArgs(
         model_path=str(checkpoint),
@@ -56,7 +60,7 @@ def build_runner(cell: Cell, checkpoint: Path, rank: int, port: int) -> Any:
         skip_tokenizer_init=True,
         attn_dp_size=cell.layout.dp,
         **degrees,
-        **OPTIONS,
+        **(OPTIONS | BACKENDS.get(cell.kind, {})),
     )
     runtime_context.publish(args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank))
     config = ModelConfig.from_server_args(args)
