@@ -137,6 +137,8 @@ class _Recorder(TorchDispatchMode):
         self.constants: list[Constant] = []
         self.untraced: dict[str, str] = {}
         self.used: set[str] = set()
+        self.copied: set[str] = set()
+        self.zeroed: set[str] = set()
         for name, tensor in tracked.items():
             storage = tensor.untyped_storage()
             if storage._cdata not in self._index:
@@ -164,7 +166,10 @@ class _Recorder(TorchDispatchMode):
         if not traced:
             return func(*args, **kwargs)
         changed = [tensor for tensor in written if isinstance(tensor, TracedTensor)]
-        if changed:  # other views may show the old elements, so there is no following this
+        if changed:
+            if func is aten.zero_.default and self._zero(changed[0]):
+                return changed[0]
+            # Other views may show the old elements, so there is no following this.
             raise TraceError(f"the loader changes {_names(changed)} in place (by {func})")
         if func is aten.copy_.default and not isinstance(args[0], TracedTensor):
             raise TraceError(f"{_names(traced)} was copied into a temporary tensor of shape {tuple(args[0].shape)}")
@@ -184,12 +189,28 @@ class _Recorder(TorchDispatchMode):
             self._mark(target, f"written by {func}, whose result depends on values")
         return target
 
+    def _zero(self, tensor: TracedTensor) -> bool:
+        """A loader zeroes a tensor of the checkpoint, so that ranks whose results are summed add it once.
+
+        Followed when all of the tensor is zeroed and no copy of it was made, which would keep the old elements.
+        """
+        whole = len(tensor.pieces) == 1 and tensor.pieces[0].tensor.numel == tensor.meta.numel()
+        if not whole or tensor.opaque or tensor.sources & self.copied:
+            return False
+        self.zeroed |= tensor.sources
+        return True
+
     def _mark(self, target: torch.Tensor, reason: str) -> None:
         index = self.buffer_of(target)
         self.untraced.setdefault(self.names[index] if index is not None else "a temporary", reason)
 
     def _record_copy(self, target: torch.Tensor, source: TracedTensor) -> None:
         self.used |= source.sources
+        if source.sources and source.sources <= self.zeroed:
+            self._record_constant(target, torch.zeros(()))
+            return
+        if source.sources & self.zeroed:
+            raise TraceError(f"{_names([source])} was joined with a tensor that the loader had zeroed")
         if source.opaque:
             self._mark(target, f"{', '.join(sorted(source.sources))}: {source.opaque}")
             return
@@ -249,6 +270,7 @@ class _Recorder(TorchDispatchMode):
         """The traced result of an operator on traced tensors."""
         first = traced[0]
         if func in _SAME_VALUES:
+            self.copied |= first.sources if func in _COPIES else set()
             return _cast(first, kwargs.get("dtype") or first.dtype)
         if func is aten.cat.default:
             return _cat(list(args[0]), args[1] if len(args) > 1 else kwargs.get("dim", 0))
@@ -271,6 +293,7 @@ _SAME_VALUES = frozenset(
         aten.contiguous.default,
     }
 )
+_COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.contiguous.default})
 _SLICES = frozenset(
     {aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 )

@@ -32,7 +32,7 @@ from tests.support.engine_dump import awex_modules
 from tests.support.lines import answer_stream
 from tests.support.sglang_cells import Cell, Outcome, cell_from_json
 from tests.support.sglang_jobs import OPTIONS
-from tests.support.sglang_kinds import make_checkpoint
+from tests.support.tiny_families import make_family
 
 Tensors = dict[str, torch.Tensor]
 
@@ -280,8 +280,10 @@ def run_cell(cell: Cell, folder: Path, limit_s: float) -> Outcome:
 
 def _made(folder: Path, cell: Cell, seed: int) -> Path:
     """A checkpoint; cells of one kind share it."""
-    path = folder / f"{cell.kind}-{cell.dtype}-{seed}"
-    return path if path.exists() else make_checkpoint(path, cell.kind, dtype=cell.dtype, seed=seed)
+    path = folder / "-".join(filter(None, (cell.kind, cell.dtype, cell.quantise, str(seed))))
+    if path.exists():
+        return path
+    return make_family(path, cell.kind, dtype=cell.dtype, seed=seed, quantise=cell.quantise)
 
 
 def _verdict(differing: list[str], answers: list[Any]) -> str:
