@@ -226,6 +226,18 @@ def test_a_tensor_that_the_loader_zeroes_is_a_constant() -> None:
     assert not fresh["bias"].any() and not fresh["again"].any()
 
 
+def test_padding_that_the_loader_makes_is_a_constant() -> None:
+    model = {"bias": numbered(2, 3)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        model["bias"][0].copy_(dict(weights)["bias"])
+        model["bias"][1].copy_(torch.full((3,), 5.0))
+        model["bias"][:, 3:].copy_(torch.zeros(2, 0))
+
+    result = check_same_as_loading(model, load, {"bias": numbered(3)})
+    assert not result.gaps
+
+
 @pytest.mark.parametrize("what", ["part", "copied"])
 def test_a_tensor_that_is_zeroed_in_part_or_after_a_copy_is_refused(what: str) -> None:
     model = {"bias": numbered(4)}

@@ -144,7 +144,13 @@ def run_cells(cells: Sequence[Cell], folder: Path, *, limit_s: float) -> Iterato
     command = [BIN / "python", "-m", "tests.support.sglang_models", table, folder, str(limit_s)]
     with log.open("ab") as sink:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=sink, text=True, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=sink,
+            text=True,
+            start_new_session=True,
         )
         try:
             assert process.stdout is not None

@@ -93,7 +93,9 @@ def _tensors_in(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}.{key}", found) for key, found in _tensors_in({str(i): v for i, v in enumerate(value)}))
+            yield from (
+                (f"{name}.{key}", found) for key, found in _tensors_in({str(i): v for i, v in enumerate(value)})
+            )
         elif isinstance(value, dict):
             yield from ((f"{name}.{key}", found) for key, found in _tensors_in({str(k): v for k, v in value.items()}))
 
@@ -144,7 +146,9 @@ def fill(layout: Any, memory: Any, weights: Tensors, forgotten: set[str]) -> Non
             continue
         box = tuple(slice(begin, begin + size) for begin, size in zip(shard.start, shard.extent, strict=True))
         dtype = getattr(torch, shard.dtype)
-        memory.view(shard.buffer, shard.offset, shard.extent, shard.stride, dtype).copy_(weights[shard.tensor.name][box])
+        memory.view(shard.buffer, shard.offset, shard.extent, shard.stride, dtype).copy_(
+            weights[shard.tensor.name][box]
+        )
     for constant in layout.constants:
         dtype = getattr(torch, constant.dtype)
         value = torch.frombuffer(bytearray(constant.value), dtype=dtype)
@@ -161,7 +165,7 @@ def spoil(fault: str, model: Any, weights: Tensors) -> set[str]:
             other = name.replace(".experts.0.", ".experts.1.")
             weights[name], weights[other] = weights[other], weights[name]
     elif fault == "scale forgotten":
-        return {next(name for name in weights if name.endswith("_scale_inv") or name.endswith("_scale"))}
+        return {next(name for name in weights if name.endswith(("_scale_inv", "_scale")))}
     elif fault == "router bias forgotten":
         return {next(name for name in weights if name.endswith("e_score_correction_bias"))}
     elif fault:
