@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib
 import multiprocessing
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from awex_core import options as core_options
-from awex_core.errors import AwexError, ConfigError
+from awex_core.errors import AwexError, ConfigError, PlanError
+
+Tensors = dict[str, torch.Tensor]
 
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _CHECK = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
+
+
+MAKE_MODEL = "sglang.srt.model_loader.loader._initialize_model"
+"""Makes a model's modules, before anything is loaded into them."""
 
 
 # What each process is hooked with
@@ -45,6 +53,8 @@ def hook_processes() -> None:
     try:
         if options.enabled():
             hooks.append((_CHECK, engine.around_check_weights, HookType.AROUND))
+            if "sglang.srt.managers.scheduler" in sys.modules:  # other processes hold no model
+                hooks.append((MAKE_MODEL, remember_checkpoint_format, HookType.AFTER))
             for target, _, _ in hooks:
                 pkgutil.resolve_name(target)
     except (ConfigError, ImportError, AttributeError) as error:
@@ -147,13 +157,34 @@ def begin_update(runner: Any) -> None:
         begin()
 
 
-def end_update(runner: Any) -> None:
-    """SGLang's own end of an update from outside: what is derived from weights is computed anew."""
+def end_update(runner: Any, staged: Sequence[tuple[torch.nn.Module, Tensors]] = ()) -> None:
+    """SGLang's own end of an update from outside: what is derived from weights is computed anew.
+
+    Args:
+        runner: SGLang's model runner.
+        staged: modules that replace their weights, and the weights in checkpoint format. They are processed
+            when SGLang processes them after a load, and keep the storage that they had.
+
+    Raises:
+        PlanError: a processed weight is not shaped as the one that the engine computes with.
+    """
     updater = runner.weight_updater
-    if hasattr(updater, "end_weight_update"):
+    session = hasattr(updater, "end_weight_update")
+    if session and not staged:
         updater.end_weight_update(run_post_load=True)
-    elif hasattr(runner.model, "post_load_weights"):  # 0.5.16: what its loaders do last
+        return
+    live = [own_tensors(module) for module, _ in staged]
+    for module, tensors in staged:
+        _replace(module, tensors)
+    if hasattr(runner.model, "post_load_weights"):  # in 0.5.16 it is what loaders do last, and all they do
         runner.model.post_load_weights()
+    processed = runner.model.modules() if session else [module for module, _ in staged]
+    for module in processed:
+        method: Any = getattr(module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(module)
+    for (module, _), tensors in zip(staged, live, strict=True):
+        _keep_storage(module, tensors)
 
 
 def agree(group: Any, mine: str, order: Sequence[str]) -> str:
@@ -186,19 +217,16 @@ def why_unsupported(model: torch.nn.Module) -> list[str]:
         kind = type(method)
         if getattr(module, "use_intel_amx_backend", False):
             faults.append(f"{path}: its weights are packed for AMX after loading; serve it on a GPU")
-            continue
-        if _rearranges_experts(method):
+        elif _rearranges_experts(method):
             faults.append(f"{path}: its experts are rearranged after loading; choose another --moe-runner-backend")
-            continue
-        inherited = isinstance(method, QuantizeMethodBase) and (
-            kind.process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading
-        )
-        if kind.__name__ not in _HARMLESS and not inherited:
+        elif kind.__name__ in _LOADER_PATH:
+            if checkpoint_format(module) is None:
+                faults.append(f"{path}: it was loaded in a way that the plugin does not see; use --load-format auto")
+        elif kind.__name__ not in _HARMLESS and not (
+            isinstance(method, QuantizeMethodBase)
+            and kind.process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading
+        ):
             faults.append(f"{path}: its weights are replaced after loading by {kind.__name__}; serve it unquantised")
-        elif getattr(module, "use_intel_amx_backend", False):
-            faults.append(f"{path}: its weights are packed for AMX")
-        elif getattr(method, "use_flashinfer_trtllm_moe", False):
-            faults.append(f"{path}: its weights are shuffled; serve with --moe-runner-backend triton")
     return faults
 
 
@@ -209,6 +237,151 @@ def _rearranges_experts(method: Any) -> bool:
 
 
 _HARMLESS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+
+
+# Modules that replace their weights after loading
+
+_LOADER_PATH = ("Fp8LinearMethod", "Fp8MoEMethod", "W8A8Int8LinearMethod", "W8A8Int8MoEMethod")
+"""Methods that may be run again on weights in checkpoint format."""
+
+_BEFORE = "_awex_checkpoint_format"
+_SMALL = 1 << 16
+"""Bytes up to which values are kept of what a module starts with: scales that a checkpoint does not hold."""
+
+
+@dataclass(frozen=True)
+class BeforeLoading:
+    """One tensor of a module as it was made: on the meta device, with its class and loader; its value when small."""
+
+    meta: torch.Tensor
+    value: torch.Tensor | None
+
+    def materialize(self, device: torch.device) -> torch.Tensor:
+        """Memory for it, with what the module started on if that is known."""
+        tensor = torch.empty_strided(self.meta.shape, self.meta.stride(), dtype=self.meta.dtype, device=device)
+        if self.value is not None:
+            tensor.copy_(self.value)
+        return _dressed(tensor, self.meta)
+
+
+def own_tensors(module: torch.nn.Module) -> Tensors:
+    """A module's own parameters and buffers, without its children's."""
+    named = [*module._parameters.items(), *module._buffers.items()]
+    return {name: tensor for name, tensor in named if tensor is not None}
+
+
+def remember_checkpoint_format(model: torch.nn.Module, *_: Any, **__: Any) -> None:
+    """Hook, when a model has been made: note what modules that will replace their weights look like before."""
+    for module in model.modules():
+        if type(getattr(module, "quant_method", None)).__name__ in _LOADER_PATH:
+            setattr(module, _BEFORE, {name: _before(tensor) for name, tensor in own_tensors(module).items()})
+
+
+def _before(tensor: torch.Tensor) -> BeforeLoading:
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    small = tensor.numel() * tensor.element_size() <= _SMALL and not tensor.is_meta
+    return BeforeLoading(_dressed(meta, tensor), tensor.detach().clone() if small else None)
+
+
+def _dressed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with another's class and attributes, among them its loader."""
+    if isinstance(like, torch.nn.Parameter):
+        tensor = torch.nn.Parameter(tensor, requires_grad=False)
+        tensor.__class__ = type(like)
+    tensor.__dict__.update(like.__dict__)
+    return tensor
+
+
+def checkpoint_format(module: torch.nn.Module) -> dict[str, BeforeLoading] | None:
+    """A module's tensors before it was loaded; None for modules that keep them."""
+    return getattr(module, _BEFORE, None)
+
+
+def in_checkpoint_format(model: torch.nn.Module) -> torch.nn.Module:
+    """The model as its loader expects it: a shell over the same memory, except where weights have been replaced.
+
+    The model itself is not touched, because requests run meanwhile. In the
+    shell, what replaced weights is on the meta device, and nothing is derived.
+    """
+    if all(checkpoint_format(module) is None for module in model.modules()):
+        return model
+    shell = _shell(model, {})
+    if hasattr(shell, "post_load_weights"):
+        shell.__dict__["post_load_weights"] = lambda *_, **__: None
+    return shell
+
+
+def _shell(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
+    if id(module) in made:
+        return made[id(module)]
+    shell = made[id(module)] = module.__class__.__new__(module.__class__)
+    shell.__dict__ = dict(module.__dict__)
+    for name in ("_parameters", "_buffers", "_modules"):
+        shell.__dict__[name] = copy.copy(getattr(module, name))
+    before = checkpoint_format(module)
+    if before is not None:
+        _replace(shell, {name: tensor.meta for name, tensor in before.items()})
+    for name, child in module._modules.items():
+        if child is not None:
+            shell._modules[name] = _shell(child, made)
+    return shell
+
+
+def keeps_checkpoint_format(module: torch.nn.Module) -> bool:
+    """Whether a module that may replace its weights has not: block-scaled FP8, where no kernel wants another form."""
+    before, live, method = checkpoint_format(module), own_tensors(module), module.quant_method
+    strange = ("use_marlin", "use_mxfp8", "convert_mxfp8_to_block", "block_fp8_as_mxfp8", "is_fp4_expert")
+    if not getattr(method, "block_quant", False) or any(getattr(method, name, False) for name in strange):
+        return False
+    if importlib.import_module("sglang.srt.layers.deep_gemm_wrapper").DEEPGEMM_SCALE_UE8M0:
+        return False  # Blackwell: scales are rounded, and weights with them
+    return (
+        before is not None
+        and before.keys() == live.keys()
+        and all(map(_same_form, before.values(), _in_order(before, live)))
+    )
+
+
+def _in_order(names: Mapping[str, Any], tensors: Tensors) -> Iterator[torch.Tensor]:
+    return (tensors[name] for name in names)
+
+
+def _same_form(before: BeforeLoading, live: torch.Tensor) -> bool:
+    meta = before.meta
+    same = (live.shape, live.stride(), live.dtype) == (meta.shape, meta.stride(), meta.dtype)
+    return same and live.untyped_storage().nbytes() == meta.untyped_storage().nbytes()
+
+
+def computes_itself(module: torch.nn.Module, name: str) -> bool:
+    """Whether a tensor is a scale that its module computes itself, so that the checkpoint has none."""
+    config = getattr(module.quant_method, "quant_config", None)
+    return name.endswith("_scale") and not getattr(config, "is_checkpoint_fp8_serialized", True)
+
+
+def _replace(module: torch.nn.Module, tensors: Tensors) -> None:
+    for name in own_tensors(module).keys() - tensors.keys():
+        module._parameters.pop(name, None)
+        module._buffers.pop(name, None)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.nn.Parameter):
+            module._parameters[name] = tensor
+        else:
+            module._buffers[name] = tensor
+
+
+def _keep_storage(module: torch.nn.Module, live: Tensors) -> None:
+    """Copy what a module has become into the tensors that the engine computes with, and put those back."""
+    new = own_tensors(module)
+    faults = [f"{name}: there is no such tensor any more, or there was none" for name in new.keys() ^ live.keys()]
+    for name in new.keys() & live.keys():
+        before, after = live[name], new[name]
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            faults.append(f"{name}: {tuple(before.shape)} {before.dtype} became {tuple(after.shape)} {after.dtype}")
+        elif before.data_ptr() != after.data_ptr():
+            before.data.copy_(after.data)
+    if faults:
+        raise PlanError(f"{type(module).__name__} processes its weights differently now", sorted(faults))
+    _replace(module, live)
 
 
 def derived_tensors(model: torch.nn.Module) -> tuple[str, ...]:

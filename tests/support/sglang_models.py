@@ -52,6 +52,8 @@ def build_runner(cell: Cell, checkpoint: Path, rank: int, port: int) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join("0" * cell.layout.world)  # one thread each
+    if cell.quantise or cell.quantization:
+        _take_the_branch_of_gpus()
     degrees = {"tp_size": cell.layout.tp, "ep_size": cell.layout.ep, "pp_size": cell.layout.pp}
     args = ServerArgs(
         model_path=str(checkpoint),
@@ -67,6 +69,13 @@ def build_runner(cell: Cell, checkpoint: Path, rank: int, port: int) -> Any:
     bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=port)
     bootstrap.init_layer_runtime(model_config=config)
     return ModelRunner(model_config=config, mem_fraction_static=0.5, gpu_id=rank, nccl_port=port, server_args=args)
+
+
+def _take_the_branch_of_gpus() -> None:
+    """SGLang's FP8 and INT8 layers want AMX on a CPU; what they do with weights on a GPU is plain torch, for linears."""
+    from sglang.srt.layers.quantization import fp8, w8a8_int8
+
+    fp8._is_cpu = w8a8_int8._is_cpu = False
 
 
 def held_tensors(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
@@ -111,9 +120,14 @@ def reference(cell: Cell, checkpoints: Mapping[int, Path], rank: int, port: int,
 
 def subject(cell: Cell, checkpoints: Mapping[int, Path], rank: int, port: int, out: Path) -> dict[str, Any]:
     """One rank of an engine started on the old checkpoint, given the new one in place."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     from awex_core.errors import PlanError
+    from sglang_awex import compat
     from sglang_awex.layout import SglangWorkerModel
 
+    HookRegistry.register(compat.MAKE_MODEL, compat.remember_checkpoint_format, HookType.AFTER)
+    HookRegistry.apply_hooks()
     runner = build_runner(cell, checkpoints[OLD], rank, port)
     before = {name: _place(tensor) for name, (tensor, _) in held_tensors(runner.model).items()}
     weights = _checkpoint(checkpoints[NEW])
