@@ -166,8 +166,26 @@ def end_update(runner: Any, staged: Sequence[tuple[torch.nn.Module, Tensors]] = 
             when SGLang processes them after a load, and keep the storage that they had.
 
     Raises:
-        PlanError: a processed weight is not shaped as the one that the engine computes with.
+        PlanError: a processed weight or a derived tensor is not shaped as the one that the engine computes with.
     """
+    derived = _derived(runner.model)
+    _end_update(runner, staged)
+    faults = []
+    for path, module, name, before in derived:
+        after = getattr(module, name, None)
+        if after is before:
+            continue
+        if not isinstance(after, torch.Tensor) or (after.shape, after.dtype) != (before.shape, before.dtype):
+            faults.append(f"{path}.{name}")
+            continue
+        # SGLang binds some anew (the scales of latent attention), and CUDA graphs would go on with the old ones.
+        before.copy_(after)
+        setattr(module, name, before)
+    if faults:
+        raise PlanError("tensors computed from weights have another shape or type than before", faults)
+
+
+def _end_update(runner: Any, staged: Sequence[tuple[torch.nn.Module, Tensors]]) -> None:
     updater = runner.weight_updater
     session = hasattr(updater, "end_weight_update")
     if session and not staged:
@@ -236,7 +254,18 @@ def _rearranges_experts(method: Any) -> bool:
     return any(getattr(method, name, False) is True for name in names)
 
 
-_HARMLESS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+_HARMLESS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "Fp8KVCacheMethod")
+
+
+def default_scales(model: torch.nn.Module) -> set[str]:
+    """Scales of KV caches that no checkpoint gave: they are 1 and stay so."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name in ("k_scale", "v_scale")
+        if type(getattr(module, "quant_method", None)).__name__ == "Fp8KVCacheMethod"
+        and float(getattr(module, name)) == 1.0
+    }
 
 
 # Modules that replace their weights after loading
@@ -386,12 +415,17 @@ def _keep_storage(module: torch.nn.Module, live: Tensors) -> None:
 
 def derived_tensors(model: torch.nn.Module) -> tuple[str, ...]:
     """Tensors that SGLang computes from weights at the end of an update."""
-    return tuple(
-        f"{path}.{name}"
+    return tuple(f"{path}.{name}" for path, _, name, _ in _derived(model))
+
+
+def _derived(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    """Path and module, name and tensor."""
+    return [
+        (path, module, name, value)
         for path, module in model.named_modules()
-        for name in ("w_kc", "w_vc")
-        if isinstance(getattr(module, name, None), torch.Tensor)
-    )
+        for name in ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
+        if isinstance(value := getattr(module, name, None), torch.Tensor)
+    ]
 
 
 # The process of the tokenizer manager

@@ -78,7 +78,7 @@ class SglangWorkerModel:
         faults = [str(untraced) for untraced in trace.untraced]
         covered = {int(index) for index in trace.layout.buffer}
         parameters = dict(model.named_parameters())
-        computed = {name for name, value in _staged_names(staged).items() if value}
+        computed = {name for name, value in _staged_names(staged).items() if value} | compat.default_scales(model)
         for gap in trace.gaps:
             buffer = trace.layout.buffers[gap.buffer]
             # A buffer that no checkpoint fills (rotary tables) is none of the trainer's business.

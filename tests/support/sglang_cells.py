@@ -50,7 +50,8 @@ class Cell:
     """What is tried, and how it is to end.
 
     ``kind`` and ``quantise`` say what the checkpoint is, see ``tiny_families``;
-    ``quantization`` is SGLang's option. ``expected`` is the beginning of the
+    ``quantization`` is SGLang's option; ``sizes`` are fields of the model's
+    config. ``expected`` is the beginning of the
     outcome. ``spoil`` names a fault to put in on purpose, see ``sglang_models``.
     """
 
@@ -59,6 +60,7 @@ class Cell:
     dtype: str = "bfloat16"
     quantise: str = ""
     quantization: str = ""
+    sizes: tuple[tuple[str, int], ...] = ()
     expected: str = "bit-equal"
     spoil: str = ""
 
@@ -101,7 +103,8 @@ class Outcome:
 
 def cell_from_json(fields: dict) -> Cell:
     """Read a cell back from ``dataclasses.asdict``."""
-    return Cell(**{**fields, "layout": EngineLayout(**fields["layout"])})
+    sizes = tuple((name, size) for name, size in fields["sizes"])
+    return Cell(**{**fields, "layout": EngineLayout(**fields["layout"]), "sizes": sizes})
 
 
 DENSE = ("llama", "llama-tied", "qwen2", "qwen3", "qwen3-tied", "phi3", "gemma3")
@@ -124,6 +127,31 @@ def _expected(kind: str, layout: EngineLayout) -> str:
 CELLS = [
     *(Cell(k, layout, expected=_expected(k, layout)) for k in DENSE for layout in (TP1, TP2, PP2, DP2)),
     *(Cell(k, layout, expected=_expected(k, layout)) for k in EXPERTS for layout in (TP1, TP2, EP2, PP2, DP2)),
+]
+
+LOADER = "loader path"
+BLOCKS_OF_MLA = (("q_lora_rank", 128), ("kv_lora_rank", 128))
+"""So that the two parts of a fused projection do not share a block of 128 rows."""
+BLOCKS_OF_RANKS = (("head_dim", 128),)
+"""So that each rank has whole blocks."""
+NO_EXPERTS = (("first_k_dense_replace", 4),)
+
+QUANTISED = [
+    # Quantised by SGLang as it loads: each linear's scale comes from its weight.
+    Cell("qwen3", TP1, quantization="fp8", expected=LOADER),
+    Cell("qwen3", TP2, quantization="fp8", expected=LOADER),
+    Cell("deepseek", TP1, quantization="fp8", sizes=NO_EXPERTS, expected=LOADER),
+    # Scales per tensor are in the checkpoint, and fused projections need one of several; INT8 is transposed.
+    Cell("qwen3", TP1, quantise="int8", quantization="w8a8_int8", expected=LOADER),
+    Cell("qwen3", TP2, quantise="int8", quantization="w8a8_int8", expected=LOADER),
+    # Kept as the checkpoint has it.
+    Cell("qwen3", TP1, quantise="block-fp8"),
+    Cell("qwen3-moe", TP1, quantise="block-fp8"),
+    Cell("qwen3-moe", EP2, quantise="block-fp8", sizes=BLOCKS_OF_RANKS),
+    Cell("deepseek", TP1, quantise="block-fp8", sizes=BLOCKS_OF_MLA),
+    # These need a compiled kernel to load at all.
+    Cell("qwen3-moe", TP1, quantization="fp8", expected=_NOT_LOADED + "NameError: name 'sgl_per_tensor_quant_fp8'"),
+    Cell("qwen3", TP1, quantise="tensor-fp8", expected=_NOT_LOADED + "NameError: name 'sgl_per_tensor_quant_fp8'"),
 ]
 
 

@@ -72,7 +72,7 @@ def build_runner(cell: Cell, checkpoint: Path, rank: int, port: int) -> Any:
 
 
 def _take_the_branch_of_gpus() -> None:
-    """SGLang's FP8 and INT8 layers want AMX on a CPU; what they do with weights on a GPU is plain torch, for linears."""
+    """SGLang's FP8 and INT8 layers want AMX on a CPU; what linears do with weights on a GPU is plain torch."""
     from sglang.srt.layers.quantization import fp8, w8a8_int8
 
     fp8._is_cpu = w8a8_int8._is_cpu = False
@@ -298,10 +298,13 @@ def run_cell(cell: Cell, folder: Path, limit_s: float) -> Outcome:
 
 def _made(folder: Path, cell: Cell, seed: int) -> Path:
     """A checkpoint; cells of one kind share it."""
-    path = folder / "-".join(filter(None, (cell.kind, cell.dtype, cell.quantise, str(seed))))
+    path = folder / "-".join(
+        [cell.kind, cell.dtype, cell.quantise, *(f"{name}{size}" for name, size in cell.sizes), str(seed)]
+    )
     if path.exists():
         return path
-    return make_family(path, cell.kind, dtype=cell.dtype, seed=seed, quantise=cell.quantise)
+    sizes: Any = dict(cell.sizes)
+    return make_family(path, cell.kind, dtype=cell.dtype, seed=seed, quantise=cell.quantise, **sizes)
 
 
 def _verdict(differing: list[str], answers: list[Any]) -> str:
