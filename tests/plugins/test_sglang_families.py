@@ -24,9 +24,11 @@ CHOSEN = {
 
 EVERY = bool(os.environ.get("AWEX_ALL_CELLS"))
 
+CHOSEN_QUANTISED = {("deepseek", ""), ("deepseek", "block-fp8"), ("qwen3", "int8")}
+
 TABLE = [
     *(cell for cell in CELLS if EVERY or (cell.kind, cell.layout) in CHOSEN),
-    *(cell for cell in QUANTISED if EVERY or cell.kind == "deepseek" or (cell.quantise == "int8" and cell.layout == TP2)),
+    *(cell for cell in QUANTISED if EVERY or (cell.kind, cell.quantise) in CHOSEN_QUANTISED),
 ]
 
 SPOILED = {

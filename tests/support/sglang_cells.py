@@ -192,7 +192,4 @@ def run_cells(cells: Sequence[Cell], folder: Path, *, limit_s: float) -> Iterato
 
 
 def _environment() -> dict[str, str]:
-    environment = sglang_env(2)
-    # Ours is called by hand, and only on one side.
-    plugins = str(ROOT / "plugins")
-    return {**environment, "SGLANG_PLUGINS": "none", "PYTHONPATH": f"{environment['PYTHONPATH']}:{plugins}"}
+    return {**sglang_env(2), "SGLANG_PLUGINS": "none"}  # ours is called by hand, and only on one side
