@@ -8,7 +8,7 @@ import importlib
 import multiprocessing
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,17 +192,21 @@ def _end_update(runner: Any, staged: Sequence[tuple[torch.nn.Module, Tensors]]) 
         updater.end_weight_update(run_post_load=True)
         return
     live = [own_tensors(module) for module, _ in staged]
-    for module, tensors in staged:
-        _replace(module, tensors)
-    if hasattr(runner.model, "post_load_weights"):  # in 0.5.16 it is what loaders do last, and all they do
-        runner.model.post_load_weights()
-    processed = runner.model.modules() if session else [module for module, _ in staged]
-    for module in processed:
-        method: Any = getattr(module, "quant_method", None)
-        if method is not None:
-            method.process_weights_after_loading(module)
-    for (module, _), tensors in zip(staged, live, strict=True):
-        _keep_storage(module, tensors)
+    try:
+        for module, tensors in staged:
+            _replace(module, tensors)
+        if hasattr(runner.model, "post_load_weights"):  # in 0.5.16 it is what loaders do last, and all they do
+            runner.model.post_load_weights()
+        processed = runner.model.modules() if session else [module for module, _ in staged]
+        for module in processed:
+            method: Any = getattr(module, "quant_method", None)
+            if method is not None:
+                method.process_weights_after_loading(module)
+        for (module, _), tensors in zip(staged, live, strict=True):
+            _fill(tensors, own_tensors(module), type(module).__name__)
+    finally:
+        for (module, _), tensors in zip(staged, live, strict=True):
+            _replace(module, tensors)
 
 
 def agree(group: Any, mine: str, order: Sequence[str]) -> str:
@@ -358,21 +362,23 @@ def _shell(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.n
 
 def keeps_checkpoint_format(module: torch.nn.Module) -> bool:
     """Whether a module that may replace its weights has not: block-scaled FP8, where no kernel wants another form."""
-    before, live, method = checkpoint_format(module), own_tensors(module), module.quant_method
-    strange = ("use_marlin", "use_mxfp8", "convert_mxfp8_to_block", "block_fp8_as_mxfp8", "is_fp4_expert")
-    if not getattr(method, "block_quant", False) or any(getattr(method, name, False) for name in strange):
+    before, live = checkpoint_format(module), own_tensors(module)
+    if before is None or before.keys() != live.keys() or _wants_another_form(module.quant_method):
         return False
-    if importlib.import_module("sglang.srt.layers.deep_gemm_wrapper").DEEPGEMM_SCALE_UE8M0:
-        return False  # Blackwell: scales are rounded, and weights with them
-    return (
-        before is not None
-        and before.keys() == live.keys()
-        and all(map(_same_form, before.values(), _in_order(before, live)))
-    )
+    return all(_same_form(before[name], live[name]) for name in live)
 
 
-def _in_order(names: Mapping[str, Any], tensors: Tensors) -> Iterator[torch.Tensor]:
-    return (tensors[name] for name in names)
+def _wants_another_form(method: Any) -> bool:
+    """Whether a kernel may have weights rearranged or rounded, even to the shape that they had before."""
+    flags = ("use_marlin", "use_mxfp8", "convert_mxfp8_to_block", "block_fp8_as_mxfp8", "is_fp4_expert")
+    if not getattr(method, "block_quant", False) or any(getattr(method, flag, False) for flag in flags):
+        return True
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.moe import get_moe_runner_backend
+
+    backend = get_moe_runner_backend()
+    plain = backend.is_auto() or backend.is_triton() or backend.is_deep_gemm()
+    return deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0 or not plain
 
 
 def _same_form(before: BeforeLoading, live: torch.Tensor) -> bool:
@@ -398,9 +404,8 @@ def _replace(module: torch.nn.Module, tensors: Tensors) -> None:
             module._buffers[name] = tensor
 
 
-def _keep_storage(module: torch.nn.Module, live: Tensors) -> None:
-    """Copy what a module has become into the tensors that the engine computes with, and put those back."""
-    new = own_tensors(module)
+def _fill(live: Tensors, new: Tensors, what: str) -> None:
+    """Copy what a module has become into the tensors that the engine computes with."""
     faults = [f"{name}: there is no such tensor any more, or there was none" for name in new.keys() ^ live.keys()]
     for name in new.keys() & live.keys():
         before, after = live[name], new[name]
@@ -409,8 +414,7 @@ def _keep_storage(module: torch.nn.Module, live: Tensors) -> None:
         elif before.data_ptr() != after.data_ptr():
             before.data.copy_(after.data)
     if faults:
-        raise PlanError(f"{type(module).__name__} processes its weights differently now", sorted(faults))
-    _replace(module, live)
+        raise PlanError(f"{what} processes its weights differently now", sorted(faults))
 
 
 def derived_tensors(model: torch.nn.Module) -> tuple[str, ...]:

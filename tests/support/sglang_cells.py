@@ -141,7 +141,7 @@ QUANTISED = [
     Cell("qwen3", TP1, quantization="fp8", expected=LOADER),
     Cell("qwen3", TP2, quantization="fp8", expected=LOADER),
     Cell("deepseek", TP1, quantization="fp8", sizes=NO_EXPERTS, expected=LOADER),
-    # Scales per tensor are in the checkpoint, and fused projections need one of several; INT8 is transposed.
+    # Scales per row are in the checkpoint; SGLang transposes the weights after loading.
     Cell("qwen3", TP1, quantise="int8", quantization="w8a8_int8", expected=LOADER),
     Cell("qwen3", TP2, quantise="int8", quantization="w8a8_int8", expected=LOADER),
     # Kept as the checkpoint has it.
