@@ -188,12 +188,15 @@ class _Recorder(TorchDispatchMode):
 
     def _write(self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """A write to tracked memory: record it, never do it."""
-        if func is aten.copy_.default and isinstance(args[1], TracedTensor):
+        if not target.numel():
+            pass
+        elif func is aten.copy_.default and isinstance(args[1], TracedTensor):
             self._record_copy(target, args[1])
         elif func in _FILLS:
             self._record_constant(target, torch.as_tensor(args[1]) if len(args) > 1 else torch.zeros(()))
-        elif func is aten.copy_.default and args[1].numel() == 1 and not args[1].is_meta:
-            self._record_constant(target, args[1].reshape(()))
+        elif func is aten.copy_.default and _is_uniform(args[1]):
+            # It was made without any tensor of the checkpoint, so it is the same in every update.
+            self._record_constant(target, args[1].flatten()[0])
         else:
             self._mark(target, f"written by {func}, whose result depends on values")
         return target
@@ -350,6 +353,11 @@ def _call_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         *(_map_tensors(_meta_of, value) for value in args),
         **{name: _map_tensors(_meta_of, value) for name, value in kwargs.items()},
     )
+
+
+def _is_uniform(tensor: torch.Tensor) -> bool:
+    """Whether all elements are one value, as in padding that a loader makes."""
+    return not tensor.is_meta and tensor.numel() > 0 and bool((tensor == tensor.flatten()[0]).all())
 
 
 def _names(traced: Sequence[TracedTensor]) -> str:

@@ -85,7 +85,7 @@ class Worker:
         return WeightReader(
             model,
             engine=options.engine,
-            rank=compat.worker_rank(),
+            rank=compat.worker_rank(self._manager),
             world=options.workers,
             controlled=True,
             config=SyncConfig.from_env(),

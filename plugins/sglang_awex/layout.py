@@ -1,24 +1,43 @@
 """One rank's parameters, traced through SGLang's own loader into the memory they live in.
 
-SGLang keeps weights as the checkpoint shapes them, and computes what it
+SGLang keeps most weights as the checkpoint shapes them, and computes what it
 derives from them (``w_kc`` and ``w_vc`` of multi-head latent attention) anew at
-the end of a weight update. Modules whose method replaces their weights after
-loading are refused by name.
+the end of a weight update. A module that replaces its weights after loading
+(quantises or transposes them) takes the *loader path*: they are received aside
+in checkpoint format, and the module's own method makes of them what it had,
+in the same memory. Whatever is neither is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 
-from awex_core.engine import TracedModel
+from awex_core.engine import LoaderPathModule, TracedModel
 from awex_core.errors import PlanError
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory, flat_bytes
 from awex_core.layout.trace import Loader, Trace, trace_loader
 from sglang_awex import compat
+
+
+@dataclass
+class _Staged:
+    """A loader-path module, and its tensors in checkpoint format, allocated during a sync."""
+
+    path: str
+    module: torch.nn.Module
+    before: dict[str, compat.BeforeLoading]
+    tensors: compat.Tensors = field(default_factory=dict)
+
+    def describe(self) -> LoaderPathModule:
+        """For reports."""
+        method = type(self.module.quant_method).__name__
+        nbytes = sum(b.meta.numel() * b.meta.element_size() for b in self.before.values())
+        return LoaderPathModule(self.path, f"its weights are replaced after loading by {method}", nbytes)
 
 
 class SglangWorkerModel:
@@ -28,32 +47,45 @@ class SglangWorkerModel:
         """``runner`` is SGLang's model runner of the target model."""
         self.device = torch.device(f"cuda:{runner.gpu_id}" if runner.device == "cuda" else runner.device)
         self._model: torch.nn.Module = runner.model
-        self._updater = runner.weight_updater
-        self._traced: dict[str, torch.UntypedStorage] = {}
+        self._runner = runner
+        self._staged: list[_Staged] = []
+        self._traced: list[str] = []
+        self._storages: dict[str, torch.UntypedStorage] = {}
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
         faults = compat.why_unsupported(self._model)
         if faults:
             raise PlanError("this engine cannot receive weights in place", faults)
-        trace = trace_loader(cast(Loader, self._model.load_weights), manifest, self._tensors())
-        self._check(trace)
-        names = [buffer.name for buffer in trace.layout.buffers]
-        self._traced = dict(zip(names, trace.storages, strict=True))
-        return TracedModel(trace.layout, refreshed=compat.derived_tensors(self._model))
+        model = compat.in_checkpoint_format(self._model)
+        trace = trace_loader(cast(Loader, model.load_weights), manifest, _tensors(model))
+        staged = [
+            _Staged(path, module, before)
+            for path, module in self._model.named_modules()
+            if (before := compat.checkpoint_format(module)) is not None and not compat.keeps_checkpoint_format(module)
+        ]
+        self._check(trace, model, staged)
+        self._staged = staged
+        self._traced = [buffer.name for buffer in trace.layout.buffers]
+        live, aside = _tensors(self._model), set(_staged_names(staged))
+        self._storages = {name: live[name].untyped_storage() for name in self._traced if name not in aside}
+        return TracedModel(
+            trace.layout,
+            tuple(owner.describe() for owner in staged),
+            compat.derived_tensors(self._model),
+            frozenset(index for index, name in enumerate(self._traced) if name in aside),
+        )
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-
-    def _check(self, trace: Trace) -> None:
+    def _check(self, trace: Trace, model: torch.nn.Module, staged: Sequence[_Staged]) -> None:
         """Refuse, by name, what tracing could not follow and parameters that would keep old values."""
         faults = [str(untraced) for untraced in trace.untraced]
         covered = {int(index) for index in trace.layout.buffer}
-        parameters = dict(self._model.named_parameters())
+        parameters = dict(model.named_parameters())
+        computed = {name for name, value in _staged_names(staged).items() if value} | compat.default_scales(model)
         for gap in trace.gaps:
             buffer = trace.layout.buffers[gap.buffer]
             # A buffer that no checkpoint fills (rotary tables) is none of the trainer's business.
-            if gap.buffer in covered or buffer.name in parameters:
+            if gap.buffer in covered or (buffer.name in parameters and buffer.name not in computed):
                 faults.append(
                     f"{buffer.name}: the trainer's tensors leave bytes {gap.start} to {gap.end} of {buffer.nbytes} "
                     "unwritten"
@@ -66,26 +98,48 @@ class SglangWorkerModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a step that was launched before the pause may still read weights
         with torch.no_grad():
-            self._updater.begin_weight_update()
-        tensors = self._tensors()
+            compat.begin_update(self._runner)
+            for owner in self._staged:
+                owner.tensors = {name: before.materialize(self.device) for name, before in owner.before.items()}
+        tensors = _tensors(self._model)
         moved = [
             name
-            for name, storage in self._traced.items()
+            for name, storage in self._storages.items()
             if name not in tensors or tensors[name].untyped_storage().data_ptr() != storage.data_ptr()
         ]
         if moved:
             raise PlanError("parameters have been replaced since they were traced; restart the engine", moved)
-        return self.lend()
+        for owner in self._staged:
+            tensors |= {_join(owner.path, name): tensor for name, tensor in owner.tensors.items()}
+        return Memory(tuple(flat_bytes(tensors[name]) for name in self._traced))
 
     def lend(self) -> Memory:
         """See ``WorkerModel.lend``."""
-        tensors = self._tensors()
+        tensors = _tensors(self._model)
         return Memory(tuple(flat_bytes(tensors[name]) for name in self._traced))
 
     def finish(self) -> None:
         """See ``WorkerModel.finish``: what SGLang does after weights were written from outside."""
         with torch.no_grad():
-            self._updater.end_weight_update(run_post_load=True)
+            compat.end_update(self._runner, [(owner.module, owner.tensors) for owner in self._staged])
+        self.abort()
 
     def abort(self) -> None:
-        """See ``WorkerModel.abort``; nothing was allocated."""
+        """See ``WorkerModel.abort``."""
+        for owner in self._staged:
+            owner.tensors = {}
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _staged_names(staged: Sequence[_Staged]) -> dict[str, bool]:
+    """Names of tensors that are received aside; whether one is a scale that its module computes."""
+    return {
+        _join(owner.path, name): compat.computes_itself(owner.module, name) for owner in staged for name in owner.before
+    }

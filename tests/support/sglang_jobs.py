@@ -18,7 +18,7 @@ BIN = ROOT / ".venv-sglang" / "bin"
 ON_CPU = ROOT / "tests" / "support" / "sglang_cpu"
 
 CPU_ENV = {
-    "PYTHONPATH": os.pathsep.join([str(ON_CPU), str(ROOT)]),
+    "PYTHONPATH": os.pathsep.join([str(ON_CPU), str(ROOT), str(ROOT / "plugins")]),
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
