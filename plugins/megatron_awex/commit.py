@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from awex_core.errors import LayoutError, list_faults
 from megatron_awex import compat
 
 
@@ -26,26 +25,6 @@ def settle(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
-class Places:
-    """Remembers where a rank's parameters lie.
-
-    A layout describes memory. Wrapping a model, or a framework that swaps
-    weights out and in again, moves parameters to other memory; what the layout
-    describes then still exists and never changes again.
-    """
-
-    def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
-        self._chunks = [compat.unwrap(chunk) for chunk in model_chunks]
-        self._addresses = self._now()
-
-    def check(self) -> None:
-        """Raise ``LayoutError``, naming the parameters, if any has moved since this object was made."""
-        now = self._now()
-        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
-        if moved:
-            raise LayoutError(
-                list_faults(f"{len(moved)} parameters have moved since attach(); attach after the last wrapping", moved)
-            )
-
-    def _now(self) -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in compat.named_parameters(self._chunks)}
+def parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The live parameters of wrapped chunks, named for error messages."""
+    return compat.named_parameters([compat.unwrap(chunk) for chunk in model_chunks])

@@ -78,12 +78,13 @@ def rank_main(folder: Path, world: int) -> None:
 
 
 def train_case(case: Case, folder: Path) -> None:
-    from megatron_awex.commit import Places, settle
+    from awex_core.trainer import Places
+    from megatron_awex.commit import parameters, settle
     from megatron_awex.layout import live_shards
     from megatron_awex.names import family_for
 
     trainer = Trainer(case.spec)
-    places = Places(trainer.chunks)
+    places = Places(lambda: parameters(trainer.chunks))
     shards = live_shards(trainer.chunks, family=family_for(case.spec.family), hf_vocab_size=case.spec.vocab)
     check_layout(trainer, shards)
     save_manifest(shards, folder)
@@ -118,7 +119,7 @@ def check_layout(trainer: Trainer, shards: list[Any]) -> None:
 def save_manifest(shards: list[Any], folder: Path) -> None:
     """What all ranks together hold, as each rank learns it when it attaches."""
     from awex_core.layout import CanonicalTensor
-    from megatron_awex.engine import share
+    from awex_core.trainer import share
 
     held = {CanonicalTensor(s.name, s.shape, str(s.view.dtype).removeprefix("torch.")) for s in shards}
     run, manifest = share(sorted(held))
