@@ -83,7 +83,8 @@ class Checkpoint:
             if have.shape != want.shape:
                 faults.append(f"{name}: the trainer has shape {have.shape}, the checkpoint {want.shape}")
             elif not can_convert(have.dtype, want.dtype):
-                faults.append(f"{name}: the trainer has {have.dtype}, the checkpoint {want.dtype}")
+                quantised = "; quantize='fp8_block' would convert it" if want.dtype.startswith("float8") else ""
+                faults.append(f"{name}: the trainer has {have.dtype}, the checkpoint {want.dtype}{quantised}")
         if faults:
             raise LayoutError(
                 list_faults(f"the trainer's model is not the checkpoint's: {len(faults)} tensors", faults)

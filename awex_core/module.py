@@ -42,6 +42,7 @@ def attach(
     *,
     hf_config: Any = None,
     names: Names | None = None,
+    quantize: str | None = None,
 ) -> WeightSync:
     """Open the connection that publishes this rank's weights. Every rank calls it, after the last wrapping.
 
@@ -52,6 +53,7 @@ def attach(
             its content or a transformers config object. A folder with safetensors files says which tensors there
             are, in which types, and everything is checked against it; only then are buffers published.
         names: for modules whose parameters have other names than the checkpoint's.
+        quantize: "fp8_block" when ``hf_config`` is a block-scaled FP8 checkpoint: this side quantises (``quantize``).
 
     Raises:
         ConfigError: a bad setting or a bad checkpoint.
@@ -59,13 +61,11 @@ def attach(
             All ranks raise.
         MetaServerError: the meta server cannot be reached or refuses this rank.
     """
-    checkpoint: list[Checkpoint] = []
 
-    def describe_rank() -> Description:
-        checkpoint.append(Checkpoint.read(hf_config))
-        return describe(module, checkpoint[0], names)
+    def describe_rank(checkpoint: Checkpoint) -> Description:
+        return describe(module, checkpoint, names)
 
-    return connect(describe_rank, config, check=lambda manifest: checkpoint[0].check(manifest))
+    return connect(describe_rank, config, hf_config=hf_config, quantize=quantize, check=True)
 
 
 def describe(module: torch.nn.Module, checkpoint: Checkpoint, names: Names | None = None) -> Description:

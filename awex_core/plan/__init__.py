@@ -9,13 +9,14 @@ check that they computed the same.
 """
 
 from awex_core.plan.cells import SourceIndex, index_sources
-from awex_core.plan.copies import CopyTable, plan_copies, unused_tensors
+from awex_core.plan.copies import CopyTable, choose_replicas, plan_copies, unused_tensors
 from awex_core.plan.program import CopyProgram, lower_copies
 
 __all__ = [
     "CopyProgram",
     "CopyTable",
     "SourceIndex",
+    "choose_replicas",
     "index_sources",
     "lower_copies",
     "plan_copies",

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from awex_core.checkpoint import config_fields
+from awex_core.checkpoint import Checkpoint, config_fields
 from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
 from awex_core.layout import Layout
@@ -58,6 +58,7 @@ def attach(
     *,
     hf_config: Any,
     family: str | None = None,
+    quantize: str | None = None,
 ) -> WeightSync:
     """Open the connection that publishes this rank's weights. Every rank calls it, after the last wrapping.
 
@@ -67,6 +68,7 @@ def attach(
         config: the settings; by default those in the environment (``SyncConfig.from_env``).
         hf_config: what ``HfModel.read`` takes: the checkpoint that the weights are published as.
         family: name of the table of names, when it is not the checkpoint's ``model_type``.
+        quantize: "fp8_block" when ``hf_config`` is a block-scaled FP8 checkpoint: this side quantises.
 
     Raises:
         ConfigError: no table for this family, or a bad setting.
@@ -75,7 +77,7 @@ def attach(
     """
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
 
-    def describe_rank() -> Description:
+    def describe_rank(_: Checkpoint) -> Description:
         layout, memory = describe(chunks, HfModel.read(hf_config), family)
         places = Places(lambda: commit.parameters(chunks))
 
@@ -85,7 +87,7 @@ def attach(
 
         return Description(layout, memory, layout.tensors, settle)
 
-    return connect(describe_rank, config)
+    return connect(describe_rank, config, hf_config=hf_config, quantize=quantize)
 
 
 def describe(chunks: Sequence[torch.nn.Module], model: HfModel, family: str | None = None) -> tuple[Layout, Memory]:
