@@ -52,7 +52,8 @@ def attach(
         hf_config: the checkpoint that the weights are published as, if there is one: its folder, a ``config.json``,
             its content or a transformers config object. A folder with safetensors files says which tensors there
             are, in which types, and everything is checked against it; only then are buffers published.
-        names: for modules whose parameters have other names than the checkpoint's.
+        names: for modules whose parameters have other names than the checkpoint's. A function is asked for each
+            parameter and buffer.
         quantize: "fp8_block" when ``hf_config`` is a block-scaled FP8 checkpoint: this side quantises (``quantize``).
 
     Raises:
