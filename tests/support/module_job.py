@@ -159,9 +159,9 @@ def train_rank(case: Case, rank: int, folder: Path) -> None:
         check_aliases(model, sync.writer.memory)
     sync.wait_for_engines(1, timeout_s=60)
     for version, before in enumerate(case.versions, 1):
-        ids = torch.randint(
-            case.sizes["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(100 * version + rank)
-        )
+        # Ranks that compute one sample together see the same one, or their replicas would part.
+        seed = 100 * version + (mesh.get_local_rank("dp") if len(case.mesh) > 1 else rank)
+        ids = torch.randint(case.sizes["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(seed))
         if before == "step":
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
