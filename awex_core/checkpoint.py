@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,10 @@ class Checkpoint:
             )
 
 
-def config_fields(source: Any) -> Mapping[str, Any]:
+def config_fields(source: Any, more: Iterable[str] = ()) -> Mapping[str, Any]:
     """The content of a ``config.json``: given as a folder, as the file, parsed, or as a transformers config object.
+
+    Of an object only ``_FIELDS`` and those named in ``more`` are read.
 
     Raises:
         ConfigError: there is no such file, or it is not JSON.
@@ -100,7 +102,7 @@ def config_fields(source: Any) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, (str, Path)):
-        return {name: getattr(source, name, None) for name in _FIELDS}
+        return {name: getattr(source, name, None) for name in (*_FIELDS, *more)}
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():

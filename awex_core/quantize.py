@@ -69,15 +69,11 @@ class BlockFormat:
                 "quantize='fp8_block' needs a quantization_config, and hf_config has none: pass the folder or the "
                 "config of the FP8 checkpoint that the engines were started with"
             )
-        block = config.get("weight_block_size")
         wanted = {"quant_method": ("fp8",), "fmt": (None, "e4m3"), "scale_fmt": (None, "float", "fp32")}
         wrong = [f"{key} is {config.get(key)!r}" for key, fits in wanted.items() if config.get(key) not in fits]
-        if (
-            not isinstance(block, (list, tuple))
-            or len(block) != 2
-            or not all(isinstance(n, int) and n > 0 for n in block)
-        ):
-            wrong.append(f"weight_block_size is {block!r}")
+        block = tuple(config.get("weight_block_size") or ())
+        if len(block) != 2 or not all(isinstance(side, int) and side > 0 for side in block):
+            wrong.append(f"weight_block_size is {config.get('weight_block_size')!r}")
         if wrong:
             raise ConfigError(
                 list_faults(

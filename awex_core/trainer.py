@@ -76,7 +76,7 @@ def connect(
     *,
     hf_config: Any,
     quantize: str | None = None,
-    check: bool = False,
+    check: Callable[[Checkpoint, Sequence[CanonicalTensor]], None] | None = None,
 ) -> WeightSync:
     """Describe this rank, agree with the others, and join the job. Collective over the trainer's default group.
 
@@ -85,13 +85,13 @@ def connect(
         config: the settings; by default those in the environment (``SyncConfig.from_env``).
         hf_config: what ``Checkpoint.read`` takes.
         quantize: None, or "fp8_block" to publish the weights as that checkpoint's ``quantization_config`` says.
-        check: refuse a model that is not the one that the checkpoint's headers name.
+        check: may refuse the tensors that all ranks together publish. Must come to the same result on each.
 
     Raises:
         ConfigError: a bad setting or a bad checkpoint.
         LayoutError: the model does not fit the checkpoint, ranks disagree about a tensor, or another rank had an
             error. All ranks raise.
-        AwexError: what ``describe`` raises.
+        AwexError: what ``describe`` or ``check`` raises.
         MetaServerError: the meta server cannot be reached or refuses this rank.
     """
     try:
@@ -106,8 +106,8 @@ def connect(
     run, manifest = share(mine.tensors)
     if form is not None:
         mine, manifest = _quantized(mine, manifest, form, config.sync_timeout_s)
-    if check:
-        checkpoint.check(manifest)
+    if check is not None:
+        check(checkpoint, manifest)
     rank, world = rank_and_world()
     writer = WeightWriter(mine.layout, mine.memory, rank=rank, world=world, run=run, manifest=manifest, config=config)
     return WeightSync(writer, mine.settle)
