@@ -16,6 +16,7 @@ the trainer's shard into the engine's live parameter.
     engine      the protocols an engine plugin implements
     trainer     what trainer plugins share: ranks that attach together
     checkpoint  what a Hugging Face checkpoint says about itself
+    quantize    block-scaled FP8 on the sender
     module      attach(): any torch.nn.Module as a trainer
 
 Read in that order. How often each step runs: a layout once per model, a plan

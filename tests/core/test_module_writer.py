@@ -89,6 +89,15 @@ def test_engines_hold_what_torch_gathers(dumps: Path, case: str) -> None:
     assert not torch.equal(seen[0], seen[1]), "training changed nothing"
 
 
+def test_masters_half_way_between_two_values_go_to_the_even_one(dumps: Path) -> None:
+    """float32 to bfloat16, by the integers: add half, and one more where the last bit that stays is odd."""
+    masters = torch.load(dumps / "fsdp2" / "full-1.pt")["lm_head.weight"].view(torch.int32)
+    assert ((masters & 0xFFFF) == 0x8000).all()
+    rounded = ((masters + 0x7FFF + ((masters >> 16) & 1)) >> 16).to(torch.int16)
+    held = [torch.load(dumps / "fsdp2" / f"worker{rank}-1.pt")["lm_head.weight"] for rank in range(2)]
+    assert torch.equal(torch.cat(held).view(torch.int16), rounded)
+
+
 @pytest.mark.parametrize("case", ["fp8-fsdp2", "fp8-hsdp4"])
 def test_quantised_weights_travel_as_one_byte_and_are_staged_once(dumps: Path, case: str) -> None:
     first = load_file(dumps / case / "checkpoint" / "model.safetensors")
