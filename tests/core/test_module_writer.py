@@ -117,6 +117,10 @@ def test_quantised_weights_travel_as_one_byte_and_are_staged_once(dumps: Path, c
     assert staged + live <= sum(ranks) <= staged + live * 1.1
 
 
+def test_a_rank_that_publishes_alone_does_not_wait_for_ever(dumps: Path) -> None:
+    assert 0.9 < float((dumps / "fp8-fsdp2" / "alone").read_text()) < 15
+
+
 def test_every_placement_is_the_box_it_says(dumps: Path) -> None:
     assert [json.loads((dumps / "fsdp2-tp2" / f"placements-{rank}.json").read_text()) for rank in range(4)] == [54] * 4
 
