@@ -116,25 +116,34 @@ def config_fields(source: Any, more: Iterable[str] = ()) -> Mapping[str, Any]:
     return fields
 
 
-def read_headers(folder: Path) -> list[CanonicalTensor]:
-    """The tensors of a folder's safetensors files, sorted by name. No tensor is read.
+def tensor_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint's folder.
 
     With a ``model.safetensors.index.json`` only the files it lists count: some folders hold the weights twice.
 
     Raises:
-        ConfigError: there is no such file, a header is malformed, or a tensor is in two files.
+        ConfigError: there are none, or the index is malformed.
     """
     index = folder / "model.safetensors.index.json"
     files = sorted(folder.glob("*.safetensors"))
     if index.is_file():
         try:
             files = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index} has no weight_map of tensors to files: {error}") from error
     if not files:
-        raise ConfigError(f"{folder} has no *.safetensors files")
+        raise ConfigError(f"{folder} has no *.safetensors files; it must be a checkpoint in Hugging Face format")
+    return files
+
+
+def read_headers(folder: Path) -> list[CanonicalTensor]:
+    """The tensors of a folder's safetensors files, sorted by name. No tensor is read.
+
+    Raises:
+        ConfigError: there is no such file, a header is malformed, or a tensor is in two files.
+    """
     found: dict[str, CanonicalTensor] = {}
-    for file in files:
+    for file in tensor_files(folder):
         for tensor in _read_header(file):
             if tensor.name in found:
                 raise ConfigError(f"{folder}: {tensor.name} is in more than one file; an index would say which counts")
