@@ -66,7 +66,7 @@ def attach(
     def describe_rank(checkpoint: Checkpoint) -> Description:
         return describe(module, checkpoint, names)
 
-    return connect(describe_rank, config, hf_config=hf_config, quantize=quantize, check=Checkpoint.check)
+    return connect(describe_rank, config, hf_config=hf_config, quantize=quantize, exact=True)
 
 
 def describe(module: torch.nn.Module, checkpoint: Checkpoint, names: Names | None = None) -> Description:

@@ -76,7 +76,8 @@ def connect(
     *,
     hf_config: Any,
     quantize: str | None = None,
-    check: Callable[[Checkpoint, Sequence[CanonicalTensor]], None] | None = None,
+    check: Callable[[Sequence[CanonicalTensor]], None] | None = None,
+    exact: bool = False,
 ) -> WeightSync:
     """Describe this rank, agree with the others, and join the job. Collective over the trainer's default group.
 
@@ -85,7 +86,8 @@ def connect(
         config: the settings; by default those in the environment (``SyncConfig.from_env``).
         hf_config: what ``Checkpoint.read`` takes.
         quantize: None, or "fp8_block" to publish the weights as that checkpoint's ``quantization_config`` says.
-        check: may refuse the tensors that all ranks together publish. Must come to the same result on each.
+        check: may refuse the tensors that all ranks together hold. Must come to the same result on each.
+        exact: refuse a model that is not the one that the checkpoint's headers name, where there are any.
 
     Raises:
         ConfigError: a bad setting or a bad checkpoint.
@@ -104,10 +106,12 @@ def connect(
             share(fault=str(error))  # the other ranks must not wait for this one
         raise
     run, manifest = share(mine.tensors)
+    if check is not None:
+        check(manifest)
     if form is not None:
         mine, manifest = _quantized(mine, manifest, form, config.sync_timeout_s)
-    if check is not None:
-        check(checkpoint, manifest)
+    if exact:
+        checkpoint.check(manifest)
     rank, world = rank_and_world()
     writer = WeightWriter(mine.layout, mine.memory, rank=rank, world=world, run=run, manifest=manifest, config=config)
     return WeightSync(writer, mine.settle)
