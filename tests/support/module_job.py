@@ -44,7 +44,10 @@ from awex_core.trainer import all_gather_bytes
 from tests.support.fp8_reference import quantize_reference
 
 WORKERS = 2
-LIMIT_S = 100.0
+LIMIT_S = 240.0
+"""Longest time one case may take."""
+PATIENCE_S = 120.0
+"""Longest wait of one process for another."""
 FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 
 SMALL = dict(hidden_size=20, intermediate_size=26, head_dim=6, vocab_size=37)
@@ -142,7 +145,7 @@ def save_checkpoint(case: Case, folder: Path) -> None:
 
 
 def train_rank(case: Case, rank: int, folder: Path) -> None:
-    config = SyncConfig.from_env(job=case.name, sync_timeout_s=60.0)
+    config = SyncConfig.from_env(job=case.name, sync_timeout_s=PATIENCE_S)
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case.world)
     names = ("dp", "tp")[: len(case.mesh)]
@@ -160,7 +163,7 @@ def train_rank(case: Case, rank: int, folder: Path) -> None:
     sync = awex_core.attach(model, config, hf_config=hf_config, quantize="fp8_block" if case.fp8 else None)
     if not case.fp8:
         check_aliases(model, sync.writer.memory)
-    sync.wait_for_engines(1, timeout_s=60)
+    sync.wait_for_engines(1, timeout_s=PATIENCE_S)
     for version, before in enumerate(case.versions, 1):
         # Ranks that compute one sample together see the same one, or their replicas would part.
         seed = 100 * version + (mesh.get_local_rank("dp") if len(case.mesh) > 1 else rank)
@@ -307,12 +310,12 @@ class Worker:
 
 def serve(case: Case, folder: Path) -> None:
     """The engine's workers, as threads: take every version and write down what arrived."""
-    config = SyncConfig.from_env(job=case.name, sync_timeout_s=60.0)
+    config = SyncConfig.from_env(job=case.name, sync_timeout_s=PATIENCE_S)
 
     def work(rank: int) -> None:
         worker = Worker(folder / "checkpoint", rank)
         reader = WeightReader(worker, engine="engine", rank=rank, world=WORKERS, controlled=False, config=config)
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_S
         while not reader.prepare():
             assert time.monotonic() < end, "no trainer came"
             time.sleep(0.05)
