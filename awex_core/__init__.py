@@ -14,10 +14,31 @@ the trainer's shard into the engine's live parameter.
     reader      WeightReader, one per engine worker
     controller  EngineController, one per engine: READY -> UPDATING -> READY
     engine      the protocols an engine plugin implements
+    trainer     what trainer plugins share: ranks that attach together
+    checkpoint  what a Hugging Face checkpoint says about itself
+    quantize    block-scaled FP8 on the sender
+    module      attach(): any torch.nn.Module as a trainer
 
 Read in that order. How often each step runs: a layout once per model, a plan
 and its connections once per set of members, a transfer and a commit once per
-version. Importing this package needs neither torch nor an engine.
+version. Importing this package needs neither torch nor an engine; using
+``attach`` needs torch.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from awex_core.module import attach
+
+__all__ = ["attach"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name != "attach":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from awex_core.module import attach
+
+    return attach

@@ -10,7 +10,7 @@ check that they computed the same.
 """
 
 from awex_core.plan.cells import SourceIndex, index_sources
-from awex_core.plan.copies import CopyTable, check_precision, plan_copies, unused_tensors
+from awex_core.plan.copies import CopyTable, check_precision, choose_replicas, plan_copies, unused_tensors
 from awex_core.plan.program import CopyProgram, lower_copies
 from awex_core.plan.select import check_patterns, select_tensors
 
@@ -20,6 +20,7 @@ __all__ = [
     "SourceIndex",
     "check_patterns",
     "check_precision",
+    "choose_replicas",
     "index_sources",
     "lower_copies",
     "plan_copies",

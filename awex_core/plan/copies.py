@@ -105,7 +105,7 @@ def plan_copies(
     high = np.minimum(start[i] + extent[i], cell_start[u] + cell_extent[u])
     hit = (high > low).all(axis=1)
     i, u, low, high = i[hit], u[hit], low[hit], high[hit]
-    replica = _choose_replicas(sources, rank, distance)[u]
+    replica = choose_replicas(sources, rank, distance)[u]
     table = CopyTable(destination, sources.rank[replica], sources.row[replica], i, low, high - low)
     _check(sources, table, to_source, rank)
     order = np.lexsort((*table.start.T[::-1], table.dst_row, table.src_rank))
@@ -119,7 +119,7 @@ def plan_copies(
     )
 
 
-def _choose_replicas(sources: SourceIndex, rank: int, distance: Sequence[int] | None) -> IntArray:
+def choose_replicas(sources: SourceIndex, rank: int = 0, distance: Sequence[int] | None = None) -> IntArray:
     """For each cell, which entry of ``sources.rank`` serves destination ``rank``; shape ``[U]``."""
     count = np.diff(sources.first)
     head = sources.first[:-1]

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from awex_core.checkpoint import read_headers, tensor_files
 from awex_core.config import SyncConfig
 from awex_core.errors import LayoutError
 from awex_core.layout import CanonicalTensor, Layout
@@ -57,10 +58,9 @@ class CheckpointSlice:
 
     def __init__(self, checkpoint: Path, rank: int, world: int, device: str = "cpu") -> None:
         self.rank, self.world = rank, world
-        self.manifest: list[CanonicalTensor] = []
+        self.manifest = read_headers(checkpoint)
         self._parts: dict[str, tuple[int, torch.Tensor]] = {}
         for name, tensor in read_checkpoint(checkpoint):
-            self.manifest.append(_canonical(name, tensor))
             begin, rows = self._rows(tensor)
             if rows.numel():
                 self._parts[name] = begin, rows.to(device, copy=True)
@@ -77,7 +77,7 @@ class CheckpointSlice:
         Raises:
             LayoutError: it is another model's.
         """
-        found = [_canonical(name, tensor) for name, tensor in read_checkpoint(checkpoint)]
+        found = read_headers(checkpoint)
         if found != self.manifest:
             raise LayoutError(f"{checkpoint} has other tensors: {sorted({*found} ^ {*self.manifest})[:10]}")
         for name, tensor in read_checkpoint(checkpoint):
@@ -96,18 +96,11 @@ class CheckpointSlice:
 
 
 def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a folder's safetensors files, by file and name; raises ``LayoutError`` when there is none."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise LayoutError(f"{folder} has no *.safetensors files; it must be a checkpoint in Hugging Face format")
-    for file in files:
+    """Every tensor of a folder's safetensors files, by file and name; raises ``ConfigError`` when there is none."""
+    for file in tensor_files(folder):
         with safe_open(file, framework="pt") as opened:
             for name in sorted(opened.keys()):
                 yield name, opened.get_tensor(name)
-
-
-def _canonical(name: str, tensor: torch.Tensor) -> CanonicalTensor:
-    return CanonicalTensor(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 class _Rank:

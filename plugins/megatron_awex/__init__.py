@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from awex_core.trainer import WeightSync
     from megatron_awex.engine import (
-        WeightSync,
         WeightSyncCallback,
         attach,
         extra_args_provider,

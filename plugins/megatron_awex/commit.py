@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from awex_core.errors import LayoutError, list_faults
 from megatron_awex import compat
 
 
@@ -27,27 +26,7 @@ def settle(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
-class Places:
-    """Remembers where a rank's parameters and saved buffers lie.
-
-    A layout describes memory. Wrapping a model, or a framework that swaps
-    weights out and in again, moves parameters to other memory; what the layout
-    describes then still exists and never changes again.
-    """
-
-    def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
-        self._chunks = [compat.unwrap(chunk) for chunk in model_chunks]
-        self._addresses = self._now()
-
-    def check(self) -> None:
-        """Raise ``LayoutError``, naming the parameters, if any has moved since this object was made."""
-        now = self._now()
-        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
-        if moved:
-            raise LayoutError(
-                list_faults(f"{len(moved)} parameters have moved since attach(); attach after the last wrapping", moved)
-            )
-
-    def _now(self) -> dict[str, int]:
-        live = itertools.chain(compat.named_parameters(self._chunks), compat.persistent_buffers(self._chunks))
-        return {name: tensor.data_ptr() for name, tensor in live}
+def parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The live parameters and saved buffers of wrapped chunks, named for error messages."""
+    chunks = [compat.unwrap(chunk) for chunk in model_chunks]
+    return itertools.chain(compat.named_parameters(chunks), compat.persistent_buffers(chunks))

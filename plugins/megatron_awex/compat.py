@@ -130,25 +130,3 @@ def persistent_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str,
 
 def _in_chunk(name: str, index: int, chunks: int) -> str:
     return f"chunk {index}: {name}" if chunks > 1 else name
-
-
-def rank_and_world() -> tuple[int, int]:
-    """This process's rank among the trainer's, and their number."""
-    if not torch.distributed.is_initialized():
-        return 0, 1
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def all_gather_bytes(payload: bytes) -> list[bytes]:
-    """Every rank's payload, in rank order. Collective over the trainer's default group; nothing is pickled."""
-    _, world = rank_and_world()
-    if world == 1:
-        return [payload]
-    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    torch.distributed.all_gather(sizes, torch.tensor([len(payload)], device=device))
-    nbytes = [int(size) for size in sizes]
-    padded = torch.frombuffer(bytearray(payload.ljust(max(nbytes), b"\0")), dtype=torch.uint8).to(device)
-    gathered = [torch.empty_like(padded) for _ in range(world)]
-    torch.distributed.all_gather(gathered, padded)
-    return [data[:size].cpu().numpy().tobytes() for data, size in zip(gathered, nbytes, strict=True)]

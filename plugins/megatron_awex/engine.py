@@ -11,24 +11,19 @@ Nothing in Megatron is patched. Every rank attaches and every rank writes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import itertools
-import json
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
+from awex_core.checkpoint import Checkpoint, config_fields
 from awex_core.config import SyncConfig
-from awex_core.errors import AwexError, ConfigError, LayoutError, list_faults
-from awex_core.layout import CanonicalTensor, Layout, decode_manifest, encode_manifest
+from awex_core.errors import ConfigError
+from awex_core.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
-from awex_core.writer import SyncResult, WeightWriter
+from awex_core.trainer import Description, Places, WeightSync, connect
 from megatron_awex import commit, compat
 from megatron_awex.agreement import check_config, check_whole, fields_read
 from megatron_awex.families import family_for
@@ -54,57 +49,13 @@ class HfModel:
         Raises:
             ConfigError: there is no such file, or a field is missing.
         """
-        fields = _config_fields(source)
+        fields = config_fields(source, fields_read())
         missing = [name for name in ("model_type", "vocab_size") if fields.get(name) is None]
         if missing:
             raise ConfigError(f"the Hugging Face config {source!r} has no {' and no '.join(missing)}")
         sizes = {name: fields[name] for name in fields_read() if fields.get(name) is not None}
         tied = bool(fields.get("tie_word_embeddings", False))
         return cls(fields["model_type"], int(fields["vocab_size"]), tied, sizes)
-
-
-def _config_fields(source: Any) -> Mapping[str, Any]:
-    if isinstance(source, Mapping):
-        return source
-    if not isinstance(source, (str, Path)):
-        names = {"model_type", "vocab_size", "tie_word_embeddings", *fields_read()}
-        return {name: getattr(source, name, None) for name in names}
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; hf_config is a checkpoint folder or its config.json")
-    fields: dict[str, Any] = json.loads(path.read_text())
-    return fields
-
-
-class WeightSync:
-    """One rank's open connection from a training run to the engines. Made by ``attach``."""
-
-    def __init__(self, model_chunks: Sequence[torch.nn.Module], optimizer: Any, writer: WeightWriter) -> None:
-        self._chunks = list(model_chunks)
-        self._optimizer = optimizer
-        self._places = commit.Places(model_chunks)
-        self.writer = writer
-
-    def write_weights(self, version: int, **options: Any) -> SyncResult:
-        """Publish the parameters as they are now. Every rank calls it, with the same version.
-
-        ``options`` and result are those of ``WeightWriter.write_weights``; so are its errors, besides:
-
-        Raises:
-            LayoutError: parameters have moved since ``attach``.
-        """
-        self._places.check()
-        commit.settle(self._chunks, self._optimizer)
-        return self.writer.write_weights(version, **options)
-
-    def wait_for_engines(self, count: int, *, timeout_s: float) -> list[str]:
-        """Wait until ``count`` engines are live; returns their names."""
-        return self.writer.wait_for_engines(count, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """Leave the job."""
-        self.writer.close()
 
 
 def attach(
@@ -114,6 +65,7 @@ def attach(
     *,
     hf_config: Any,
     family: str | None = None,
+    quantize: str | None = None,
 ) -> WeightSync:
     """Open the connection that publishes this rank's weights. Every rank calls it, after the last wrapping.
 
@@ -123,6 +75,7 @@ def attach(
         config: the settings; by default those in the environment (``SyncConfig.from_env``).
         hf_config: what ``HfModel.read`` takes: the checkpoint that the weights are published as.
         family: name of the table of names, when it is not the checkpoint's ``model_type``.
+        quantize: "fp8_block" when ``hf_config`` is a block-scaled FP8 checkpoint: this side quantises.
 
     Raises:
         ConfigError: no table for this family, or a bad setting.
@@ -131,19 +84,21 @@ def attach(
         MetaServerError: the meta server cannot be reached or refuses this rank.
     """
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
-    try:
-        config = config or SyncConfig.from_env()
-        model = HfModel.read(hf_config)
-        layout, memory = describe(chunks, model, family)
-    except AwexError as error:
-        with contextlib.suppress(LayoutError):
-            share(fault=str(error))  # the other ranks must not wait for this one
-        raise
-    rank, world = compat.rank_and_world()
-    run, manifest = share(layout.tensors)
-    check_whole((tensor.name for tensor in manifest), model.sizes)
-    writer = WeightWriter(layout, memory, rank=rank, world=world, run=run, manifest=manifest, config=config)
-    return WeightSync(chunks, optimizer, writer)
+
+    def describe_rank(_: Checkpoint) -> Description:
+        layout, memory = describe(chunks, HfModel.read(hf_config), family)
+        places = Places(lambda: commit.parameters(chunks))
+
+        def settle() -> None:
+            places.check()
+            commit.settle(chunks, optimizer)
+
+        return Description(layout, memory, layout.tensors, settle)
+
+    def check(manifest: Sequence[CanonicalTensor]) -> None:
+        check_whole((tensor.name for tensor in manifest), HfModel.read(hf_config).sizes)
+
+    return connect(describe_rank, config, hf_config=hf_config, quantize=quantize, check=check)
 
 
 def describe(chunks: Sequence[torch.nn.Module], model: HfModel, family: str | None = None) -> tuple[Layout, Memory]:
@@ -158,37 +113,6 @@ def describe(chunks: Sequence[torch.nn.Module], model: HfModel, family: str | No
             )
         check_config(names, model.sizes, getattr(chunk, "config", None))
     return collect_shards(chunks, family=names, hf_vocab_size=model.vocab_size)
-
-
-class _Offer(msgspec.Struct, frozen=True):
-    """What one rank tells the others when it attaches: its encoded manifest, or why it has none."""
-
-    run: str
-    manifest: bytes
-    fault: str
-
-
-def share(tensors: Sequence[CanonicalTensor] = (), *, fault: str = "") -> tuple[str, list[CanonicalTensor]]:
-    """Exchange what each rank holds. Collective: every rank calls it once, also one that failed.
-
-    Returns:
-        A name for this run, the same on all ranks, and the canonical tensors of the whole model.
-
-    Raises:
-        LayoutError: some rank had a fault, or two ranks disagree about a tensor.
-    """
-    mine = _Offer(uuid.uuid4().hex, encode_manifest(tuple(tensors)), fault)
-    offers = [
-        msgspec.msgpack.decode(data, type=_Offer) for data in compat.all_gather_bytes(msgspec.msgpack.encode(mine))
-    ]
-    faults = [f"rank {rank}: {offer.fault}" for rank, offer in enumerate(offers) if offer.fault]
-    if faults:
-        raise LayoutError(list_faults(f"{len(faults)} of {len(offers)} trainer ranks cannot attach", faults))
-    manifest = sorted({tensor for offer in offers for tensor in decode_manifest(offer.manifest)})
-    repeated = [str(two) for one, two in itertools.pairwise(manifest) if one.name == two.name]
-    if repeated:
-        raise LayoutError(list_faults("ranks disagree about shapes or dtypes", repeated))
-    return offers[0].run, manifest
 
 
 class WeightSyncCallback:

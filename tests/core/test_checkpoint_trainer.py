@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from awex_core.config import SyncConfig
-from awex_core.errors import LayoutError
+from awex_core.errors import ConfigError
 from awex_core.meta.server import MetaServer
 from awex_core.testing.checkpoint_trainer import CheckpointSlice, CheckpointTrainer, TrainerError
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
@@ -122,5 +122,5 @@ def test_slices_are_even_and_what_is_too_short_to_cut_is_whole(tmp_path: Path) -
 
 
 def test_a_folder_without_tensors_is_not_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match="safetensors"):
+    with pytest.raises(ConfigError, match="safetensors"):
         CheckpointSlice(tmp_path, 0, 1)

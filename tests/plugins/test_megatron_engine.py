@@ -9,14 +9,16 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
 import megatron_awex
+from awex_core import trainer
 from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, LayoutError
 from awex_core.layout import CanonicalTensor, encode_manifest
-from megatron_awex import commit, compat, engine
+from megatron_awex import commit, engine
 from megatron_awex.engine import HfModel, WeightSyncCallback, extra_args_provider, wrap_optimizer_step
 from tests.support.wheels import unpacked
 
@@ -86,10 +88,10 @@ def test_model_and_checkpoint_must_agree_on_tied_embeddings():
 
 def test_ranks_that_fail_tell_the_others(monkeypatch):
     """A rank that cannot attach makes all of them raise, instead of leaving them to wait for it."""
-    theirs = engine._Offer("run", encode_manifest(()), "no such layer")
-    monkeypatch.setattr(compat, "all_gather_bytes", lambda mine: [mine, engine.msgspec.msgpack.encode(theirs)])
+    theirs = trainer._Offer("run", encode_manifest(()), "no such layer")
+    monkeypatch.setattr(trainer, "all_gather_bytes", lambda mine: [mine, msgspec.msgpack.encode(theirs)])
     with pytest.raises(LayoutError, match=r"1 of 2 trainer ranks cannot attach\n.*rank 1: no such layer"):
-        engine.share()
+        trainer.share()
 
 
 def test_a_failing_rank_raises_its_own_error():
@@ -100,10 +102,10 @@ def test_a_failing_rank_raises_its_own_error():
 
 
 def test_ranks_that_disagree_about_a_tensor_are_refused(monkeypatch):
-    theirs = engine._Offer("run", encode_manifest((CanonicalTensor("a", (2, 3), "float32"),)), "")
-    monkeypatch.setattr(compat, "all_gather_bytes", lambda mine: [mine, engine.msgspec.msgpack.encode(theirs)])
+    theirs = trainer._Offer("run", encode_manifest((CanonicalTensor("a", (2, 3), "float32"),)), "")
+    monkeypatch.setattr(trainer, "all_gather_bytes", lambda mine: [mine, msgspec.msgpack.encode(theirs)])
     with pytest.raises(LayoutError, match="disagree"):
-        engine.share([CanonicalTensor("a", (2, 4), "float32")])
+        trainer.share([CanonicalTensor("a", (2, 4), "float32")])
 
 
 # The callback.
@@ -157,7 +159,7 @@ def test_a_backend_without_the_checkpoint_is_refused():
 def test_parameters_that_have_moved_are_named_before_anything_is_published():
     model = torch.nn.Linear(2, 2)
     writer = Recorder()
-    sync = engine.WeightSync([model], None, writer)
+    sync = trainer.WeightSync(writer, trainer.Places(lambda: commit.parameters([model])).check)
     sync.write_weights(1, verify="off")
     model.weight.data = model.weight.data.clone()
     with pytest.raises(LayoutError, match=r"1 parameters have moved since attach.*\n.*weight"):

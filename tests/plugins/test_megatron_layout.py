@@ -111,13 +111,14 @@ def rank_main(folder: Path, world: int) -> None:
 
 
 def train_case(case: Case, folder: Path, checkpoint: Path) -> None:
-    from megatron_awex.commit import Places, settle
+    from awex_core.trainer import Places
+    from megatron_awex.commit import parameters, settle
     from megatron_awex.families import family_for
     from megatron_awex.layout import live_shards
 
     trainer = Trainer(case.spec)
     shards = live_shards(trainer.chunks, family=family_for(case.spec.family), hf_vocab_size=case.spec.vocab)
-    places = Places(trainer.chunks)
+    places = Places(lambda: parameters(trainer.chunks))
     check_layout(trainer, shards, checkpoint)
     save_manifest(shards, folder)
     if case.layout == "tp=1":
@@ -152,7 +153,7 @@ def check_layout(trainer: Trainer, shards: list[Any], checkpoint: Path) -> None:
 def save_manifest(shards: list[Any], folder: Path) -> None:
     """What all ranks together hold, as each rank learns it when it attaches."""
     from awex_core.layout import CanonicalTensor
-    from megatron_awex.engine import share
+    from awex_core.trainer import share
 
     held = {CanonicalTensor(s.name, s.shape, str(s.view.dtype).removeprefix("torch.")) for s in shards}
     run, manifest = share(sorted(held))

@@ -1,0 +1,271 @@
+"""What every trainer plugin needs around its ``WeightWriter``: ranks that attach together, and memory that stays.
+
+A plugin describes this rank (``Description``); ``connect`` compares all ranks' descriptions and joins the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import itertools
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from awex_core.checkpoint import Checkpoint
+from awex_core.config import SyncConfig
+from awex_core.errors import AwexError, ConfigError, LayoutError, SyncTimeout, list_faults
+from awex_core.layout.layout import CanonicalTensor, Layout
+from awex_core.layout.live import Memory
+from awex_core.layout.wire import decode_layout, decode_manifest, encode_layout, encode_manifest
+from awex_core.quantize import BlockFormat, BlockQuantizer
+from awex_core.writer import SyncResult, WeightWriter
+
+
+@dataclass(frozen=True)
+class Description:
+    """One rank's part of the model, as its plugin found it.
+
+    ``tensors`` may name more than ``layout``: those of which this rank holds
+    nothing. ``settle`` brings the parameters to their final values where the
+    layout says they are, before each version; it may raise and may be collective.
+    """
+
+    layout: Layout
+    memory: Memory
+    tensors: Sequence[CanonicalTensor]
+    settle: Callable[[], None]
+
+
+class WeightSync:
+    """One rank's open connection from a training run to the engines. Made by a plugin's ``attach``."""
+
+    def __init__(self, writer: WeightWriter, settle: Callable[[], None]) -> None:
+        self.writer = writer
+        self._settle = settle
+
+    def write_weights(self, version: int, **options: Any) -> SyncResult:
+        """Publish the parameters as they are now. Every rank calls it, with the same version.
+
+        ``options`` and result are those of ``WeightWriter.write_weights``; so are its errors, besides:
+
+        Raises:
+            LayoutError: parameters have moved since ``attach``.
+        """
+        self._settle()
+        return self.writer.write_weights(version, **options)
+
+    def wait_for_engines(self, count: int, *, timeout_s: float) -> list[str]:
+        """Wait until ``count`` engines are live; returns their names."""
+        return self.writer.wait_for_engines(count, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Leave the job."""
+        self.writer.close()
+
+
+def connect(
+    describe: Callable[[Checkpoint], Description],
+    config: SyncConfig | None,
+    *,
+    hf_config: Any,
+    quantize: str | None = None,
+    check: Callable[[Sequence[CanonicalTensor]], None] | None = None,
+    exact: bool = False,
+) -> WeightSync:
+    """Describe this rank, agree with the others, and join the job. Collective over the trainer's default group.
+
+    Args:
+        describe: gives this rank's part as shards of the checkpoint; its errors reach every rank.
+        config: the settings; by default those in the environment (``SyncConfig.from_env``).
+        hf_config: what ``Checkpoint.read`` takes.
+        quantize: None, or "fp8_block" to publish the weights as that checkpoint's ``quantization_config`` says.
+        check: may refuse the tensors that all ranks together hold. Must come to the same result on each.
+        exact: refuse a model that is not the one that the checkpoint's headers name, where there are any.
+
+    Raises:
+        ConfigError: a bad setting or a bad checkpoint.
+        LayoutError: the model does not fit the checkpoint, ranks disagree about a tensor, or another rank had an
+            error. All ranks raise.
+        AwexError: what ``describe`` or ``check`` raises.
+        MetaServerError: the meta server cannot be reached or refuses this rank.
+    """
+    try:
+        config = config or SyncConfig.from_env()
+        checkpoint = Checkpoint.read(hf_config)
+        form = _block_format(quantize, checkpoint)
+        mine = describe(checkpoint)
+    except AwexError as error:
+        with contextlib.suppress(LayoutError):
+            share(fault=str(error))  # the other ranks must not wait for this one
+        raise
+    run, manifest = share(mine.tensors)
+    if check is not None:
+        check(manifest)
+    if form is not None:
+        mine, manifest = _quantized(mine, manifest, form, config.sync_timeout_s)
+    if exact:
+        checkpoint.check(manifest)
+    rank, world = rank_and_world()
+    writer = WeightWriter(mine.layout, mine.memory, rank=rank, world=world, run=run, manifest=manifest, config=config)
+    return WeightSync(writer, mine.settle)
+
+
+def _block_format(quantize: str | None, checkpoint: Checkpoint) -> BlockFormat | None:
+    if quantize is None:
+        return None
+    if quantize != "fp8_block":
+        raise ConfigError(f"quantize is {quantize!r}; it can be 'fp8_block' or None")
+    return BlockFormat.read(checkpoint)
+
+
+def _quantized(
+    mine: Description, manifest: Sequence[CanonicalTensor], form: BlockFormat, limit_s: float
+) -> tuple[Description, list[CanonicalTensor]]:
+    """This rank's part and the manifest of the quantised model. Collective."""
+    taken = [tensor for tensor in manifest if form.takes(tensor)]
+    if not taken:
+        raise ConfigError("quantize='fp8_block' would quantise none of the trainer's tensors; drop it, or check names")
+    derived = [tensor for weight in taken for tensor in form.derive(weight)]
+    wanted = {tensor.name for tensor in taken}
+    layouts = [decode_layout(data) for data in all_gather_bytes(encode_layout(mine.layout), limit_s=limit_s)]
+    rank, _ = rank_and_world()
+    reduce_max = functools.partial(all_reduce_max, limit_s=limit_s)
+    quantizer = BlockQuantizer(layouts, rank, mine.memory, wanted, form, reduce_max)
+
+    def settle() -> None:
+        _settle_together(mine.settle, limit_s)
+        quantizer.run()
+
+    kept = [tensor for tensor in manifest if tensor.name not in wanted]
+    whole = sorted([*kept, *derived])
+    return Description(quantizer.layout, quantizer.memory, whole, settle), whole
+
+
+def _settle_together(settle: Callable[[], None], limit_s: float) -> None:
+    """Settle on every rank or raise on every rank: what follows is collective."""
+    own: AwexError | None = None
+    try:
+        settle()
+    except AwexError as error:
+        own = error
+    told = all_gather_bytes(str(own or "").encode(), limit_s=limit_s)
+    if own is not None:
+        raise own
+    faults = [f"rank {rank}: {fault.decode()}" for rank, fault in enumerate(told) if fault]
+    if faults:
+        raise LayoutError(list_faults(f"{len(faults)} of {len(told)} trainer ranks cannot publish", faults))
+
+
+class Places:
+    """Remembers where a rank's parameters lie.
+
+    A layout describes memory. Wrapping a model, or a framework that swaps
+    weights out and in again, moves parameters to other memory; what the layout
+    describes then still exists and never changes again.
+    """
+
+    def __init__(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        """``named`` gives the parameters' local tensors as they are at the time, with names for error messages."""
+        self._named = named
+        self._addresses = self._now()
+
+    def check(self) -> None:
+        """Raise ``LayoutError``, naming the parameters, if any has moved since this object was made."""
+        now = self._now()
+        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
+        if moved:
+            raise LayoutError(
+                list_faults(f"{len(moved)} parameters have moved since attach(); attach after the last wrapping", moved)
+            )
+
+    def _now(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self._named()}
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """What one rank tells the others when it attaches: its encoded manifest, or why it has none."""
+
+    run: str
+    manifest: bytes
+    fault: str
+
+
+def share(tensors: Sequence[CanonicalTensor] = (), *, fault: str = "") -> tuple[str, list[CanonicalTensor]]:
+    """Exchange what each rank holds. Collective: every rank calls it once, also one that failed.
+
+    Returns:
+        A name for this run, the same on all ranks, and the canonical tensors of the whole model.
+
+    Raises:
+        LayoutError: some rank had a fault, or two ranks disagree about a tensor.
+    """
+    mine = _Offer(uuid.uuid4().hex, encode_manifest(tuple(tensors)), fault)
+    offers = [msgspec.msgpack.decode(data, type=_Offer) for data in all_gather_bytes(msgspec.msgpack.encode(mine))]
+    faults = [f"rank {rank}: {offer.fault}" for rank, offer in enumerate(offers) if offer.fault]
+    if faults:
+        raise LayoutError(list_faults(f"{len(faults)} of {len(offers)} trainer ranks cannot attach", faults))
+    manifest = sorted({tensor for offer in offers for tensor in decode_manifest(offer.manifest)})
+    repeated = [str(two) for one, two in itertools.pairwise(manifest) if one.name == two.name]
+    if repeated:
+        raise LayoutError(list_faults("ranks disagree about shapes or dtypes", repeated))
+    return offers[0].run, manifest
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank among the trainer's, and their number."""
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def all_gather_bytes(payload: bytes, *, limit_s: float | None = None) -> list[bytes]:
+    """Every rank's payload, in rank order. Collective over the trainer's default group; nothing is pickled.
+
+    Raises:
+        SyncTimeout: not all ranks came within ``limit_s`` (by default that of the trainer's group).
+    """
+    _, world = rank_and_world()
+    if world == 1:
+        return [payload]
+    device = _collective_device()
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    _wait(dist.all_gather(sizes, torch.tensor([len(payload)], device=device), async_op=True), limit_s)
+    nbytes = [int(size) for size in sizes]
+    padded = torch.frombuffer(bytearray(payload.ljust(max([*nbytes, 1]), b"\0")), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(padded) for _ in range(world)]
+    _wait(dist.all_gather(gathered, padded, async_op=True), limit_s)
+    return [data[:size].cpu().numpy().tobytes() for data, size in zip(gathered, nbytes, strict=True)]
+
+
+def all_reduce_max(values: torch.Tensor, *, limit_s: float) -> None:
+    """Replace ``values`` by their maximum over all trainer ranks; collective, errors as ``all_gather_bytes``."""
+    if rank_and_world()[1] == 1:
+        return
+    there = values.to(_collective_device())
+    _wait(dist.all_reduce(there, dist.ReduceOp.MAX, async_op=True), limit_s)
+    if there is not values:
+        values.copy_(there)
+
+
+def _wait(work: Any, limit_s: float | None) -> None:
+    if limit_s is None:
+        work.wait()
+        return
+    try:
+        work.wait(datetime.timedelta(seconds=limit_s))
+    except RuntimeError as error:
+        raise SyncTimeout(
+            f"the trainer ranks did not meet within {limit_s:g} s, or one has ended; every rank has to publish the "
+            f"same versions: {error}"
+        ) from error
+
+
+def _collective_device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
