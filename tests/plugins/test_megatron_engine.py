@@ -171,7 +171,7 @@ def test_a_saved_buffer_that_has_moved_is_named_too():
     model = torch.nn.Module()
     model.register_buffer("expert_bias", torch.zeros(4))
     model.register_buffer("counts", torch.zeros(4), persistent=False)
-    places = commit.Places([model])
+    places = trainer.Places(lambda: commit.parameters([model]))
     model.counts = torch.zeros(5)
     places.check()
     model.expert_bias = torch.zeros(4)
