@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer
-from tests.e2e.conftest import check_same
+from tests.e2e.conftest import Stages, cases_to_run, check_same
 from tests.support.jobs import MetaServerProcess
 from tests.support.sglang_jobs import SglangReference, SglangServer
 from tests.support.tiny_models import make_model
@@ -49,30 +49,45 @@ CASES = [
 ]
 
 
-@dataclass
 class Stage:
-    """The running parts of one case, and its checkpoints: the engine starts on the first."""
+    """The running parts of one case, and its checkpoints: the engine starts on the first, the reference on the last."""
 
-    folder: Path
-    checkpoints: list[Path]
-    meta: MetaServerProcess
-    server: SglangServer
-    reference: SglangReference
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoints = [
+            make_model(folder / f"seed-{seed}", case.kind, dtype=case.dtype, seed=seed) for seed in range(4)
+        ]
+        with ExitStack() as stack:
+            self.meta = stack.enter_context(closing(MetaServerProcess(folder)))
+            self.reference = stack.enter_context(
+                closing(SglangReference(self.checkpoints[-1], folder / "reference", **case.arguments()))
+            )
+            self.server = stack.enter_context(
+                closing(SglangServer(self.checkpoints[0], self.meta, folder / "engine", wait=False, **case.arguments()))
+            )
+            self._parts = stack.pop_all()
+
+    def wait(self) -> None:
+        self.server.wait()
+        self.reference.wait()
+
+    def close(self) -> None:
+        self._parts.close()
+
+
+@pytest.fixture(scope="module")
+def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages[Stage]]:
+    def start(case: Case) -> Stage:
+        return Stage(case, tmp_path_factory.mktemp(str(case)))
+
+    with closing(Stages(start, cases_to_run(request, "stage"))) as stages:
+        yield stages
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    case: Case = request.param
-    folder = tmp_path_factory.mktemp(str(case))
-    checkpoints = [make_model(folder / f"seed-{seed}", case.kind, dtype=case.dtype, seed=seed) for seed in range(4)]
-    with ExitStack() as stack:
-        meta = stack.enter_context(closing(MetaServerProcess(folder)))
-        reference = stack.enter_context(
-            closing(SglangReference(checkpoints[-1], folder / "reference", **case.arguments()))
-        )
-        server = stack.enter_context(closing(SglangServer(checkpoints[0], meta, folder / "engine", **case.arguments())))
-        reference.wait()
-        yield Stage(folder, checkpoints, meta, server, reference)
+def stage(request: pytest.FixtureRequest, stages: Stages[Stage]) -> Iterator[Stage]:
+    yield stages.take(request.param)
+    stages.give_back(request.param)
 
 
 @pytest.mark.parametrize("world", [2, 1], ids="world={}".format)
