@@ -248,7 +248,7 @@ def _post_load_step(module: torch.nn.Module, tensors: Tensors) -> Iterator[_Step
                     method.moe_kernel = None  # or packing for the kernel would be skipped
                 method.process_weights_after_loading(module)
             if hasattr(module, "update_param_tp_status"):
-                module.update_param_tp_status()
+                module.update_param_tp_status()  # type: ignore[operator]
         except BaseException:
             _restore(state)
             raise
