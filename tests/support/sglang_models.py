@@ -252,6 +252,7 @@ def run_side(side: Side, cell: Cell, checkpoints: Mapping[int, Path], folder: Pa
 
 def _rank(side: Side, cell: Cell, checkpoints: Mapping[int, Path], rank: int, port: int, folder: Path) -> None:
     """A forked rank: its answer is a file. Ends without SGLang's and torch's handlers, which are the parent's."""
+    torch.set_num_threads(1)  # torch makes its pool anew after a fork, which loaders in threads would race for
     try:
         answer = side(cell, checkpoints, rank, port, folder / f"rank{rank}.safetensors")
     except BaseException as error:
