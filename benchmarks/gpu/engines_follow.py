@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ from benchmarks.report import Figure, finish
 from tests.support.compare import compare_dumps
 from tests.support.jobs import EngineServer, completion_body, read_completion
 from tests.support.lines import ROOT
+from tests.support.sglang_reference import generate_body, read_generation
 from tests.support.tiny_models import make_model
 
 START_LIMIT_S = 330.0
@@ -70,6 +72,7 @@ CASES = [
     Case("qwen3", "qwen3", WIDE),
     Case("qwen3_moe", "qwen3-moe", MOE),
     Case("deepseek_mla", "deepseek", LATENT),
+    Case("qwen3_fp8", "qwen3", WIDE, {"vllm": ["--quantization", "fp8"], "sglang": ["--quantization", "fp8"]}),
     Case("qwen3_moe_fp8", "qwen3-moe", MOE, {"vllm": ["--quantization", "fp8"], "sglang": ["--quantization", "fp8"]}),
 ]
 
@@ -121,7 +124,64 @@ class VllmOnGpu(EngineServer):
         return list(response.json()["results"])
 
 
-ENGINES = {"vllm": VllmOnGpu}
+class SglangOnGpu(EngineServer):
+    """``sglang.launch_server``, of any release that runs; the tests' plugin shows what it holds."""
+
+    def __init__(self, case: Case, model: Path, folder: Path, gpu: int, env: dict[str, str], *, follow: bool) -> None:
+        args = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--dtype", "bfloat16"]
+        args += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton"]
+        args += ["--mem-fraction-static", "0.2", "--max-total-tokens", "8192", "--max-running-requests", "8"]
+        args += ["--context-length", "1024", "--random-seed", "0", *case.flags.get("sglang", ())]
+        if follow:
+            args += ["--weight-sync-backend=awex", "--weight-sync-job", case.name, "--weight-sync-engine", "sglang"]
+        shown = ROOT / "tests" / "support" / "sglang_cpu"
+        folder.mkdir(parents=True, exist_ok=True)
+        # Without the stub of SGLang's kernels that lies beside it.
+        shutil.copy(shown / "sglang_on_cpu.py", folder)
+        shutil.copytree(shown / "sglang_on_cpu-1.dist-info", folder / "sglang_on_cpu-1.dist-info")
+        variables = (
+            os.environ
+            | env
+            | {
+                "CUDA_VISIBLE_DEVICES": str(gpu),
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            }
+        )
+        super().__init__(args, variables, folder / "engine.log", START_LIMIT_S, wait=False)
+
+    def complete(self, max_tokens: int = 16) -> list[float]:
+        """Log probabilities of a greedy completion."""
+        response = self._http.post("/generate", json=generate_body(PROMPT, max_tokens))
+        response.raise_for_status()
+        return list(read_generation(response.json())["logprobs"])
+
+    def complete_uncached(self) -> list[float]:
+        """The same, with nothing of an earlier request in the cache."""
+        for _ in range(50):  # refused as long as the last request counts as running
+            if self._http.post("/flush_cache").status_code == 200:
+                break
+            time.sleep(0.1)
+        return self.complete()
+
+    def dump(self, folder: Path) -> None:
+        """Have the scheduler write its tensors."""
+        self._ask(f"dump:{folder}")
+
+    def addresses(self) -> dict[str, int]:
+        """Where its tensors lie."""
+        return dict(json.loads(self._ask("addresses")))
+
+    def _ask(self, action: str) -> str:
+        response = self._http.post("/weights_checker", json={"action": action})
+        response.raise_for_status()
+        return str(response.json()["message"])
+
+
+ENGINES: dict[str, type[VllmOnGpu | SglangOnGpu]] = {"vllm": VllmOnGpu, "sglang": SglangOnGpu}
+
+
+Server = VllmOnGpu | SglangOnGpu
 
 
 @dataclass
@@ -140,7 +200,7 @@ def make_models(case: Case, folder: Path) -> list[Path]:
     return [make_model(folder / case.name / f"seed{seed}", case.kind, seed=seed, **case.sizes) for seed in range(3)]
 
 
-def compare_answers(server: VllmOnGpu, fresh: VllmOnGpu) -> list[str]:
+def compare_answers(server: Server, fresh: Server) -> list[str]:
     """Log probabilities of the two engines may differ by no more than those of one engine from run to run.
 
     Kernels that add in no fixed order (fused experts) do not give the same bits twice.
@@ -158,7 +218,6 @@ def _distance(a: list[float], b: list[float]) -> float:
 def run_case(engine: str, case: Case, models: list[Path], folder: Path, meta: dict[str, str]) -> Outcome:
     """One case from start to comparison. Every fault is kept, none is raised."""
     outcome = Outcome(case)
-    server: VllmOnGpu | None = None
     env = meta | {"AWEX_JOB": case.name}
     try:
         with ExitStack() as stack:

@@ -1,12 +1,15 @@
 """An SGLang plugin for tests: three repairs of SGLang on a CPU, and commands that show what a rank holds.
 
 With this folder on its path, SGLang finds the plugin by the metadata beside it.
-``weights_checker`` takes two more actions: ``dump:FOLDER`` and ``modules``.
+``weights_checker`` takes three more actions: ``dump:FOLDER``, ``addresses`` and ``modules``.
+Where SGLang does not run on a CPU, these are all that the plugin adds.
 Imports no awex code: the reference engine uses it too.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,12 +26,19 @@ def register() -> None:
     """SGLang calls this in each of its processes. Models live in schedulers, so the others are left alone."""
     if SCHEDULER not in sys.modules:
         return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(CHECK_WEIGHTS, _check_weights, HookType.AROUND)
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        _repair()
+
+
+def _repair() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", _experts_here, HookType.AROUND)
-    HookRegistry.register(CHECK_WEIGHTS, _check_weights, HookType.AROUND)
 
     # Without a handler of its own, torch_native gets triton's, whose prefill reads keys that it has not stored.
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
@@ -57,6 +67,10 @@ def _check_weights(original: Callable[..., Any], manager: Any, request: Any) -> 
     if action == "dump":
         count = _dump(manager.tp_worker.model_runner.model, Path(folder))
         return CheckWeightsReqOutput(success=True, message=str(count))
+    if action == "addresses":
+        held = _held(manager.tp_worker.model_runner.model)
+        places = json.dumps({name: tensor.data_ptr() for name, tensor in held})
+        return CheckWeightsReqOutput(success=True, message=places)
     if action == "modules":
         return CheckWeightsReqOutput(success=True, message=",".join(_modules(manager.tp_cpu_group)))
     return original(manager, request)
