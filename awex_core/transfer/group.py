@@ -13,6 +13,7 @@ the queue on both its ends, so the pipeline cannot lock up.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,6 +33,8 @@ from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_bu
 logger = logging.getLogger(__name__)
 
 NAME = "nccl"
+_CUMEM = "nccl_cumem_enable"
+
 SLOTS = 3
 """Staging buckets per rank: one being packed or unpacked, one on the wire, one waiting."""
 
@@ -87,6 +90,8 @@ class Group:
         timeout = timedelta(seconds=deadline.remaining("the transfer group"))
         try:
             self._store = dist.TCPStore(address.host, address.port, address.size, False, timeout)
+            if device.type == "cuda":
+                _agree_on_cumem(self._store, rank)
             self._pg = _backend(self._store, rank, address.size, device, interface, timeout)
         except (RuntimeError, ValueError) as error:
             raise TransferError(
@@ -107,6 +112,23 @@ class Group:
         for name in ("abort", "shutdown"):
             with suppress(Exception):  # closing a broken group may fail in any way; nothing is left to save
                 getattr(self._pg, name, lambda: None)()
+
+
+def _agree_on_cumem(store: dist.Store, rank: int) -> None:
+    """Members must share memory in one way: when they do not, NCCL fails in the middle of a transfer.
+
+    Raises:
+        TransferError: this member's ``NCCL_CUMEM_ENABLE`` is not the first one's.
+    """
+    mine = os.environ.get("NCCL_CUMEM_ENABLE", "unset")
+    if rank == 0:
+        store.set(_CUMEM, mine)
+    first = store.get(_CUMEM).decode()
+    if first != mine:
+        raise TransferError(
+            f"NCCL_CUMEM_ENABLE is {first} on the trainer and {mine} here (SGLang sets it to 0); "
+            "start the trainer with the same value"
+        )
 
 
 def _backend(store: dist.Store, rank: int, size: int, device: torch.device, interface: str, timeout: timedelta) -> Any:

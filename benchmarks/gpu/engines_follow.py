@@ -43,7 +43,7 @@ PROMPT = list(b"The weights that answer now are those the trainer holds now, and
 
 # Sizes that the CUDA kernels take: FP8 wants multiples of 16, latent attention its usual widths.
 WIDE = {"hidden_size": 512, "intermediate_size": 1024}
-MOE = {**WIDE, "moe_intermediate_size": 256}
+MOE = {**WIDE, "moe_intermediate_size": 256, "head_dim": 128}
 LATENT = {
     **MOE,
     "kv_lora_rank": 512,
@@ -226,7 +226,9 @@ def run_case(engine: str, case: Case, models: list[Path], folder: Path, meta: di
             fresh = stack.enter_context(closing(start(case, models[2], folder / "fresh", 0, {}, follow=False)))
             server.wait(START_LIMIT_S)
             before, places = server.complete(), server.addresses()
-            trainer_env = env | {"CUDA_VISIBLE_DEVICES": "0"}
+            # SGLang turns this off in its processes, and NCCL fails unless both ends say the same.
+            same = {"NCCL_CUMEM_ENABLE": "0"} if engine == "sglang" else {}
+            trainer_env = env | same | {"CUDA_VISIBLE_DEVICES": "0"}
             trainer = stack.enter_context(
                 closing(CheckpointTrainer(models[1], folder / "trainer", trainer_env, device="cuda"))
             )
