@@ -82,7 +82,8 @@ def _dump(model: Any, folder: Path) -> int:
     from sglang.srt.runtime_context import get_parallel
 
     here = get_parallel()
-    rank = ((here.dp_rank or 0) * here.pp_size + here.pp_rank) * here.tp_size + here.tp_rank
+    replica = getattr(here, "dp_rank", None) or 0  # 0.5.16 knows none
+    rank = (replica * here.pp_size + here.pp_rank) * here.tp_size + here.tp_rank
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in _held(model) if tensor.numel()}
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"unfinished{rank}"
