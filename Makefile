@@ -1,6 +1,8 @@
 # make setup   the environments: .venv, and .venv-sglang for SGLang; quick when nothing changed
 # make check   format, lint, types and the repository's rules
-# make test    every test, with real engines on CPU
+# make test    every test, with real engines on CPU; of large tables a part, chosen so that every row and column occurs
+# make test-all  the same with the whole tables; about twice as long
+# make matrix  the coverage matrix of families and engine layouts, written to docs/coverage.md
 # make demo    a live vLLM server follows a real Megatron trainer; ENGINE=sglang takes an SGLang server, ENGINE=both
 #              takes both; other layouts: make demo TRAINER="tp=1,pp=2" ENGINE_TP=1
 # make bench   the benchmarks, with their goals
@@ -18,7 +20,7 @@ PYTEST_ARGS ?=
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-sglang check test demo bench format clean
+.PHONY: help setup setup-vllm setup-sglang check test test-all matrix demo bench format clean
 .NOTPARALLEL:  # both set-ups build in this tree
 
 help:
@@ -37,6 +39,12 @@ check: setup-vllm
 
 test: setup
 	$(PY) -m pytest tests $(PYTEST_ARGS)
+
+test-all: setup
+	AWEX_ALL_CELLS=1 $(PY) -m pytest tests $(PYTEST_ARGS)
+
+matrix: setup
+	$(PY) -m tests.matrix --write docs/coverage.md
 
 demo: setup-vllm $(if $(filter sglang both,$(ENGINE)),setup-sglang)
 	@ENGINE='$(ENGINE)' TRAINER='$(TRAINER)' ENGINE_TP='$(ENGINE_TP)' $(PY) -m tests.demo

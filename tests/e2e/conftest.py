@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,6 +76,22 @@ def cases_to_run(request: pytest.FixtureRequest, name: str) -> list[object]:
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     found = {str(item.callspec.params[name]): item.callspec.params[name] for item in items}
     return list(found.values())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drop what a module's ``chosen`` does not choose, unless all is asked for."""
+    if os.environ.get("AWEX_ALL_CELLS", "") not in ("", "0"):
+        return
+    dropped = [item for item in items if not _is_chosen(item)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if _is_chosen(item)]
+
+
+def _is_chosen(item: pytest.Item) -> bool:
+    choose = getattr(getattr(item, "module", None), "chosen", None)
+    params = getattr(getattr(item, "callspec", None), "params", None)
+    return choose is None or params is None or bool(choose(params))
 
 
 @pytest.fixture
