@@ -93,9 +93,9 @@ def write_table(rows: list[Row], path: Path) -> None:
 _ABOUT = (
     "Written by `make matrix`. Each cell builds the engine's own model class on every rank of a layout, updates it",
     "in place from a checkpoint, and compares every parameter, buffer and derived tensor with a fresh load by the",
-    "engine's own loader. On a CPU vLLM packs experts, so they take the loader path here and not on GPUs. Real servers and",
-    "trainers are in `tests/e2e`, CUDA graphs in `benchmarks/results/gpu_follow_*.json`, trainer layouts in",
-    "`tests/plugins/test_megatron_layout.py`.",
+    "engine's own loader. On a CPU vLLM packs experts, so they take the loader path here and not on GPUs. Real",
+    "servers and trainers are in `tests/e2e`, CUDA graphs in `benchmarks/results/gpu_follow_*.json`, trainer",
+    "layouts in `tests/plugins/test_megatron_layout.py`.",
 )
 
 
