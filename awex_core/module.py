@@ -204,8 +204,10 @@ def _canonical_dtype(local: torch.Tensor, names: Sequence[str], checkpoint: Chec
     """The checkpoint's type where a copy may convert to it; else the parameter's own, for the check to refuse."""
     stored = str(local.dtype).removeprefix("torch.")
     dtype_code(stored)
-    wanted = {(checkpoint.tensors or {})[name].dtype for name in names if name in (checkpoint.tensors or {})}
-    return wanted.pop() if len(wanted) == 1 and can_convert(stored, min(wanted)) else stored
+    known = checkpoint.tensors or {}
+    wanted = {known[name].dtype for name in names if name in known}
+    only = wanted.pop() if len(wanted) == 1 else stored
+    return only if can_convert(stored, only) else stored
 
 
 # Where a rank's part lies.

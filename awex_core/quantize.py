@@ -264,16 +264,15 @@ class BlockQuantizer:
 
     def run(self) -> None:
         """Quantise the weights as they are now. Collective."""
-        straddling = [(cell, self._grid(cell)) for cell in self._cells if cell.slot is not None]
+        grids = [self._grid(cell) for cell in self._cells]
         if self._maxima.numel():
             self._maxima.zero_()
-            for cell, grid in straddling:
-                assert grid is not None
-                torch.maximum(grid, block_amax(cell.source, cell.start, self.block), out=grid)
+            for cell, grid in zip(self._cells, grids, strict=True):
+                if grid is not None:
+                    torch.maximum(grid, block_amax(cell.source, cell.start, self.block), out=grid)
             # Bits of absolute values order as the values do, with NaN above all: a NaN reaches the scale.
             self._reduce_max(self._maxima.view(torch.int32))
-        for cell in self._cells:
-            grid = self._grid(cell)
+        for cell, grid in zip(self._cells, grids, strict=True):
             amax = block_amax(cell.source, cell.start, self.block) if grid is None else grid
             scale = scale_of(amax)
             quantize_box(cell.source, cell.start, scale, self.block, cell.out)
@@ -298,10 +297,8 @@ class BlockQuantizer:
         for row in range(len(layout)):
             shard = layout.shard(row)
             if shard.tensor.name not in wanted:
-                collector.add(
-                    shard.tensor.name, shard.tensor.shape, shard.start, self._view(row, shard.start, shard.extent),
-                    shard.tensor.dtype,
-                )  # fmt: skip
+                spec, view = shard.tensor, self._view(row, shard.start, shard.extent)
+                collector.add(spec.name, spec.shape, shard.start, view, spec.dtype)
         owner = choose_replicas(sources)  # spread by bytes, so replicas share the work and the memory
         mine = np.flatnonzero(chosen[sources.tensor] & (sources.rank[owner] == self._rank))
         elements = int(sources.extent[mine].prod(axis=1).sum())
@@ -323,12 +320,9 @@ class BlockQuantizer:
             touched = _touched(extent, start, self.block)
             inner = [slice(s - t[0], s - t[0] + e) for s, e, t in zip(scale_start, scale_extent, touched, strict=True)]
             slot = self._slots.get(int(sources.tensor[cell]))
-            cells.append(
-                _Cell(
-                    self._view(int(sources.row[owner[cell]]), start, extent), start, out, scale, (inner[0], inner[1]),
-                    None if slot is None else (slot, grid_of(spec.shape, self.block)),
-                )
-            )  # fmt: skip
+            source = self._view(int(sources.row[owner[cell]]), start, extent)
+            place = None if slot is None else (slot, grid_of(spec.shape, self.block))
+            cells.append(_Cell(source, start, out, scale, (inner[0], inner[1]), place))
         new_layout, new_memory = collector.build()
         return new_layout, new_memory, cells
 

@@ -66,6 +66,8 @@ class _Attempt:
     version: Version
     copy: str
     deadline: Deadline
+    only: list[str] = field(default_factory=list)
+    """Patterns of the tensors to pull; none means all."""
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, float] = field(default_factory=dict)
     failure: str = ""
@@ -250,7 +252,9 @@ class WeightReader:
             update = self._wait_for_update(version, deadline)
             sync = update.sync
             self._attempt = attempt = _Attempt(sync.version, update.copy, Deadline.after(sync.remaining_s))
+            attempt.only = self._changed(sync)
             session = self._ensure_session(update, self._trace(update.writers[0].manifest), attempt.deadline)
+            session.select(attempt.only)  # now, while requests run
             attempt.figures["plan_s"] = session.plan_s
         except Exception as error:
             self._fail(version, error)
@@ -299,10 +303,9 @@ class WeightReader:
         sync = self._sync_of(self._client.watch(), attempt)
         if sync is None or sync.engines[self.engine].outcome == "failed":
             raise TransferError(f"version {attempt.version} ended before it was received{_why(sync, self.engine)}")
-        only = self._changed(sync)
         begun = time.perf_counter()
         self._memory = self.model.begin()
-        session.receive(self._memory, attempt.progress, attempt.deadline, only)
+        session.receive(self._memory, attempt.progress, attempt.deadline, attempt.only)
         write_constants(traced, self._memory)
         received = time.perf_counter()
         verified = self._verify(sync, attempt, traced, session, self._memory)

@@ -379,6 +379,10 @@ class ReaderSession:
         value = wait_for_value(client, self.key, path, f"writer rank {rank} to offer shared memory", deadline)
         return shm_staged.attach_ring(msgspec.msgpack.decode(value, type=shm_staged.RingAddress))
 
+    def select(self, only: Sequence[str]) -> None:
+        """Work out beforehand what ``receive`` will pull of a partial update; kept until another selection."""
+        self._pairs.some(only)
+
     def receive(self, memory: Memory, progress: Progress, deadline: Deadline, only: Sequence[str] = ()) -> None:
         """Fill ``memory`` with one version; of a partial update, with the tensors that match ``only``."""
         programs = self._pairs.some(only)

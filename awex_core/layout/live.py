@@ -45,6 +45,12 @@ class Memory:
         return out.set_(base.untyped_storage(), storage_offset // size, tuple(extent), tuple(s // size for s in stride))
 
 
+def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own parameters and buffers, without its children's."""
+    named = [*module._parameters.items(), *module._buffers.items()]
+    return {name: tensor for name, tensor in named if tensor is not None}
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole allocation a tensor lives in, as a flat ``uint8`` tensor over the same memory."""
     storage = tensor.untyped_storage()

@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         changed = [tensor for tensor in written if isinstance(tensor, TracedTensor)]
         if changed == [args[0]] and func in _FILLS:
-            return self._fill_traced(args[0], torch.as_tensor(args[1]) if len(args) > 1 else torch.zeros(()))
+            return self._fill_traced(args[0], _fill_value(args))
         if changed:  # other views may show the old elements, so there is no following this
             raise TraceError(f"the loader changes {_names(changed)} in place (by {func})")
         if func is aten.copy_.default and not isinstance(args[0], TracedTensor):
@@ -193,7 +193,7 @@ class _Recorder(TorchDispatchMode):
         elif func is aten.copy_.default and isinstance(args[1], TracedTensor):
             self._record_copy(target, args[1])
         elif func in _FILLS:
-            self._record_constant(target, torch.as_tensor(args[1]) if len(args) > 1 else torch.zeros(()))
+            self._record_constant(target, _fill_value(args))
         elif func is aten.copy_.default and _is_uniform(args[1]):
             # It was made without any tensor of the checkpoint, so it is the same in every update.
             self._record_constant(target, args[1].flatten()[0])
@@ -328,6 +328,11 @@ def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     for position, name in _write_positions(func):
         written += _tensors([args[position] if position < len(args) else kwargs.get(name)])
     return written
+
+
+def _fill_value(args: tuple[Any, ...]) -> torch.Tensor:
+    """What one of ``_FILLS`` writes; ``zero_`` has no argument for it."""
+    return torch.as_tensor(args[1]) if len(args) > 1 else torch.zeros(())
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

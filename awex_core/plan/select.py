@@ -45,16 +45,16 @@ def select_tensors(
         only: patterns, at least one.
         always: names that come with every update, by the same rank.
     """
-    return {
-        peer: program.take(_wanted(tensors[peer], only, always[peer])[program.tensor])
-        for peer, program in programs.items()
-    }
+    # Many peers share few layouts, and matching names takes longer than all else here.
+    shared = {id(listed): listed for listed in tensors.values()}
+    matching = {key: _matching(listed, only) for key, listed in shared.items()}
+    selected = {}
+    for peer, program in programs.items():
+        names = matching[id(tensors[peer])] | {*always[peer]}
+        wanted = np.asarray([tensor.name in names for tensor in tensors[peer]], dtype=bool)
+        selected[peer] = program.take(wanted[program.tensor])
+    return selected
 
 
-def _wanted(
-    tensors: Sequence[CanonicalTensor], only: Collection[str], always: Collection[str]
-) -> np.typing.NDArray[np.bool_]:
-    return np.asarray(
-        [tensor.name in always or any(fnmatchcase(tensor.name, pattern) for pattern in only) for tensor in tensors],
-        dtype=bool,
-    )
+def _matching(tensors: Sequence[CanonicalTensor], only: Collection[str]) -> set[str]:
+    return {tensor.name for tensor in tensors if any(fnmatchcase(tensor.name, pattern) for pattern in only)}

@@ -85,8 +85,12 @@ def attach(
     """
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
 
+    @functools.cache
+    def model() -> HfModel:  # read by ``connect``'s call, which tells all ranks what is wrong with it
+        return HfModel.read(hf_config)
+
     def describe_rank(_: Checkpoint) -> Description:
-        layout, memory = describe(chunks, HfModel.read(hf_config), family)
+        layout, memory = describe(chunks, model(), family)
         places = Places(lambda: commit.parameters(chunks))
 
         def settle() -> None:
@@ -96,7 +100,7 @@ def attach(
         return Description(layout, memory, layout.tensors, settle)
 
     def check(manifest: Sequence[CanonicalTensor]) -> None:
-        check_whole((tensor.name for tensor in manifest), HfModel.read(hf_config).sizes)
+        check_whole((tensor.name for tensor in manifest), model().sizes)
 
     return connect(describe_rank, config, hf_config=hf_config, quantize=quantize, check=check)
 

@@ -16,6 +16,7 @@ import torch
 
 from awex_core import options as core_options
 from awex_core.errors import AwexError, ConfigError, PlanError
+from awex_core.layout.live import own_tensors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -295,12 +296,6 @@ class BeforeLoading:
         if self.value is not None:
             tensor.copy_(self.value)
         return _dressed(tensor, self.meta)
-
-
-def own_tensors(module: torch.nn.Module) -> Tensors:
-    """A module's own parameters and buffers, without its children's."""
-    named = [*module._parameters.items(), *module._buffers.items()]
-    return {name: tensor for name, tensor in named if tensor is not None}
 
 
 def remember_checkpoint_format(model: torch.nn.Module, *_: Any, **__: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from awex_core.errors import PlanError
+from awex_core.layout.live import own_tensors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,12 +36,6 @@ def api_server_modules() -> list[ModuleType]:
     names = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
     modules = [sys.modules[name] for name in names if name in sys.modules]
     return [module for module in modules if hasattr(module, "build_app") and hasattr(module, "init_app_state")]
-
-
-def own_tensors(module: torch.nn.Module) -> Tensors:
-    """A module's own parameters and buffers, without its children's."""
-    named = [*module._parameters.items(), *module._buffers.items()]
-    return {name: tensor for name, tensor in named if tensor is not None}
 
 
 @contextmanager

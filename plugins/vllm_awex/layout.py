@@ -28,7 +28,7 @@ from awex_core.engine import LoaderPathModule, TracedModel
 from awex_core.errors import PlanError
 from awex_core.layout.dtypes import can_convert
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
-from awex_core.layout.live import Memory, flat_bytes
+from awex_core.layout.live import Memory, flat_bytes, own_tensors
 from awex_core.layout.trace import Loader, Trace, trace_loader
 from vllm_awex import compat
 
@@ -85,12 +85,12 @@ class VllmWorkerModel:
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
-        live = {path: compat.own_tensors(module) for path, module in self._model.named_modules()}
+        live = {path: own_tensors(module) for path, module in self._model.named_modules()}
         with compat.checkpoint_format(self._model):
             slots = [
                 _Slot(path, module, name, tensor, live[path].get(name))
                 for path, module in self._model.named_modules()
-                for name, tensor in compat.own_tensors(module).items()
+                for name, tensor in own_tensors(module).items()
             ]
             tracked = {slot.full_name: slot.meta for slot in slots}
             trace = trace_loader(cast(Loader, self._model.load_weights), manifest, tracked)

@@ -313,6 +313,22 @@ def fail_to_finish() -> None:
     raise RuntimeError("no room")
 
 
+def test_a_worker_that_does_not_hold_the_base_refuses_before_anything_moves(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer()
+    trainer.write(1)
+    eventually(lambda: serves(engine) == Version(1, 1))
+    engine.readers[1].version = Version(1, 0)
+    change(trainer, "model.up.weight")
+    with pytest.raises(SyncFailed, match=r"partial update of 1\.1, but this worker holds 1\.0"):
+        publish(trainer, 2, only=["model.up.weight"])
+    assert serves(engine) == Version(1, 1) and engine.events.count("pause") == 1
+    assert publish(trainer, 3, only=["model.up.weight"]).committed == ("e",)  # it is sent everything
+    assert holds(engine, trainer.weights)
+
+
 def test_a_partial_update_of_too_little_is_not_served(
     config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
 ) -> None:

@@ -8,27 +8,37 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pytest
 
 from tests.support.compare import compare_dumps
-from tests.support.jobs import MetaServerProcess, TrainerJob, TrainerProcesses
+from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer
 from tests.support.lines import Child
+from tests.support.sglang_jobs import SglangReference, SglangServer
 from tests.support.trainer import TrainerSpec
 
 StartTrainer = Callable[..., TrainerJob]
 
 
-class Startable(Protocol):
-    """What is started without waiting."""
+class EngineStage:
+    """A server and a reference engine, started without waiting; ``parts`` holds all that has to end with them."""
 
-    def wait(self) -> None: ...
+    server: VllmServer | SglangServer
+    reference: Reference | SglangReference
+    parts: ExitStack
 
-    def close(self) -> None: ...
+    def wait(self) -> None:
+        """Wait until both are up."""
+        self.server.wait()
+        self.reference.wait()
+
+    def close(self) -> None:
+        """End everything."""
+        self.parts.close()
 
 
-Stage = TypeVar("Stage", bound=Startable)
+Stage = TypeVar("Stage", bound=EngineStage)
 
 
 class Stages(Generic[Stage]):
@@ -82,10 +92,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Drop what a module's ``chosen`` does not choose, unless all is asked for."""
     if os.environ.get("AWEX_ALL_CELLS", "") not in ("", "0"):
         return
-    dropped = [item for item in items if not _is_chosen(item)]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if _is_chosen(item)]
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        (kept if _is_chosen(item) else dropped).append(item)
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
 
 
 def _is_chosen(item: pytest.Item) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.conftest import Stages, cases_to_run
+from tests.e2e.conftest import EngineStage, Stages, cases_to_run
 from tests.support.compare import compare_dumps
 from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer
 from tests.support.sglang_jobs import SglangReference, SglangServer
@@ -63,7 +63,7 @@ def chosen(params: Mapping[str, Any]) -> bool:
     return layout is None or (TRAINERS.index(layout) % 2 == 0) == even
 
 
-class Stage:
+class Stage(EngineStage):
     """The long-lived parts of one case: meta server, server and reference engine, on weights that no trainer has."""
 
     def __init__(self, case: Case, folder: Path, processes: TrainerProcesses) -> None:
@@ -77,14 +77,7 @@ class Stage:
             self.server = stack.enter_context(
                 closing(start(self.model, self.meta, folder / "engine", tp=case.tp, dtype=case.dtype, wait=False))
             )
-            self._parts = stack.pop_all()
-
-    def wait(self) -> None:
-        self.server.wait()
-        self.reference.wait()
-
-    def close(self) -> None:
-        self._parts.close()
+            self.parts = stack.pop_all()
 
 
 @pytest.fixture(scope="module")

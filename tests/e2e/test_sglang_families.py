@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer
-from tests.e2e.conftest import Stages, cases_to_run, check_same
+from tests.e2e.conftest import EngineStage, Stages, cases_to_run, check_same
 from tests.support.jobs import MetaServerProcess
 from tests.support.sglang_jobs import SglangReference, SglangServer
 from tests.support.tiny_models import make_model
@@ -49,7 +49,7 @@ CASES = [
 ]
 
 
-class Stage:
+class Stage(EngineStage):
     """The running parts of one case, and its checkpoints: the engine starts on the first, the reference on the last."""
 
     def __init__(self, case: Case, folder: Path) -> None:
@@ -65,14 +65,7 @@ class Stage:
             self.server = stack.enter_context(
                 closing(SglangServer(self.checkpoints[0], self.meta, folder / "engine", wait=False, **case.arguments()))
             )
-            self._parts = stack.pop_all()
-
-    def wait(self) -> None:
-        self.server.wait()
-        self.reference.wait()
-
-    def close(self) -> None:
-        self._parts.close()
+            self.parts = stack.pop_all()
 
 
 @pytest.fixture(scope="module")

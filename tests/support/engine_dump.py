@@ -6,6 +6,7 @@ Imports no awex code: the reference engine uses it too.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +41,31 @@ class DumpExtension:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         model = self.model_runner.get_model()
-        named = [*model.named_parameters(), *model.named_buffers()]
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named if tensor.numel()}
+        held = _held(model)
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in held if tensor.numel()}
         for name, module in model.named_modules():
             if hasattr(module, "cpu_linear"):
                 tensors[f"{name}.@output"] = linear_output(module)
-            for attribute in DERIVED:
-                if isinstance(derived := module.__dict__.get(attribute), torch.Tensor):
-                    tensors[f"{name}.{attribute}"] = derived.detach().cpu().contiguous().clone()
         save_file(tensors, path / f"worker{self.rank}.safetensors")
         return len(tensors)
 
     def tensor_addresses(self) -> dict[str, int]:
         """Where every parameter, buffer and derived tensor lies; CUDA graphs go on reading there."""
-        model = self.model_runner.get_model()
-        named = [*model.named_parameters(), *model.named_buffers()]
-        for name, module in model.named_modules():
-            named += [(f"{name}.{attribute}", module.__dict__.get(attribute)) for attribute in DERIVED]
-        return {name: tensor.data_ptr() for name, tensor in named if isinstance(tensor, torch.Tensor)}
+        return {name: tensor.data_ptr() for name, tensor in _held(self.model_runner.get_model())}
 
     def awex_modules(self) -> list[str]:
         """Modules of ours that this worker has loaded."""
         return awex_modules()
+
+
+def _held(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and derived tensors that are plain attributes."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for name, module in model.named_modules():
+        for attribute in DERIVED:
+            if isinstance(derived := module.__dict__.get(attribute), torch.Tensor):
+                yield f"{name}.{attribute}", derived
 
 
 def linear_output(module: Any) -> torch.Tensor:

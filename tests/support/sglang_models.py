@@ -123,6 +123,7 @@ def subject(cell: Cell, checkpoints: Mapping[int, Path], rank: int, port: int, o
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from awex_core.errors import PlanError
+    from awex_core.reader import write_constants
     from sglang_awex import compat
     from sglang_awex.layout import SglangWorkerModel
 
@@ -139,7 +140,9 @@ def subject(cell: Cell, checkpoints: Mapping[int, Path], rank: int, port: int, o
         return {"refused": str(error)}
     trace_s = time.perf_counter() - begun
     forgotten = spoil(cell.spoil, runner.model, weights)
-    fill(traced.layout, worker.begin(), weights, forgotten)
+    memory = worker.begin()
+    fill(traced.layout, memory, weights, forgotten)
+    write_constants(traced, memory)
     worker.finish()
     held = held_tensors(runner.model)
     moved = [name for name, (tensor, _) in held.items() if before.get(name) != _place(tensor)]
@@ -154,7 +157,7 @@ def subject(cell: Cell, checkpoints: Mapping[int, Path], rank: int, port: int, o
 
 
 def fill(layout: Any, memory: Any, weights: Tensors, forgotten: set[str]) -> None:
-    """Do with a checkpoint what a sync does: each shard's box to its place, cast to the type there; then constants."""
+    """Do with a checkpoint what a sync does: each shard's box to its place, cast to the type there."""
     for shard in layout.shards():
         if shard.tensor.name in forgotten:
             continue
@@ -163,10 +166,6 @@ def fill(layout: Any, memory: Any, weights: Tensors, forgotten: set[str]) -> Non
         memory.view(shard.buffer, shard.offset, shard.extent, shard.stride, dtype).copy_(
             weights[shard.tensor.name][box]
         )
-    for constant in layout.constants:
-        dtype = getattr(torch, constant.dtype)
-        value = torch.frombuffer(bytearray(constant.value), dtype=dtype)
-        memory.view(constant.buffer, constant.offset, constant.extent, constant.stride, dtype).copy_(value)
 
 
 def spoil(fault: str, model: Any, weights: Tensors) -> set[str]:

@@ -40,13 +40,8 @@ QWEN3_MOE: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
-DEEPSEEK: dict[str, Any] = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "head_dim": 16,
+# What DeepSeek's and GLM's mixtures of experts have in common.
+_DENSE_FIRST: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
@@ -54,8 +49,18 @@ DEEPSEEK: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "moe_intermediate_size": 64,
-    "routed_scaling_factor": 1.0,
     "num_mtp_layers": 0,
+}
+
+DEEPSEEK: dict[str, Any] = {
+    **_DENSE_FIRST,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "head_dim": 16,
+    "routed_scaling_factor": 1.0,
     # SGLang reads these three, which transformers has dropped. On a CPU it knows no rotary embedding but yarn's.
     "moe_layer_freq": 1,
     "scoring_func": "sigmoid",
@@ -80,18 +85,11 @@ MIXTRAL: dict[str, Any] = {
 }
 
 GLM4_MOE: dict[str, Any] = {
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 64,
+    **_DENSE_FIRST,
     "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
     "attention_bias": True,
     "use_qk_norm": True,
-    "num_mtp_layers": 0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 
