@@ -460,9 +460,10 @@ class WeightReader:
 
     def _wait_for_outcome(self, version: Version) -> None:
         def decided(view: JobView) -> str | None:
-            sync = view.sync
-            if sync is None or sync.version != version:
+            syncs = [sync for sync in (view.sync, view.last) if sync is not None and sync.version == version]
+            if not syncs:
                 return "failed"
+            (sync,) = syncs
             outcome = sync.engines[self.engine].outcome
             return outcome if outcome in ("committed", "failed") else None
 

@@ -174,10 +174,10 @@ class WeightWriter:
 
     def _wait(self, number: int, ready: Callable[[SyncView], bool], limit: float, what: str) -> JobView:
         def reached(view: JobView) -> JobView | None:
-            sync = view.sync
-            if sync is None or sync.version.number != number:
-                return None
-            return view if ready(sync) else None
+            sync = _find_sync(view, number)
+            if sync is None and view.sync is not None and view.sync.version.number > number:
+                raise SyncTimeout(f"version {number} has ended, and so has a later one, while this rank waited")
+            return view if sync is not None and ready(sync) else None
 
         # The server ends every sync at its limit; only a server that is gone makes this wait longer.
         return self._client.wait_for(reached, timeout_s=limit + _GRACE_S, what=what)
@@ -339,10 +339,16 @@ class WeightWriter:
         self._client.close()
 
 
+def _find_sync(view: JobView, number: int) -> SyncView | None:
+    """A version, also when another rank has gone on to the next one before this rank saw how it ended."""
+    return next((sync for sync in (view.sync, view.last) if sync is not None and sync.version.number == number), None)
+
+
 def _sync_of(view: JobView, number: int) -> SyncView:
-    if view.sync is None or view.sync.version.number != number:
+    sync = _find_sync(view, number)
+    if sync is None:
         raise MetaServerError(f"the meta server no longer knows version {number}; was it restarted?")
-    return view.sync
+    return sync
 
 
 def _device_of(memory: Memory) -> str:

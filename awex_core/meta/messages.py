@@ -147,6 +147,8 @@ class JobView(_Message, frozen=True):
     engines: dict[str, EngineView]
     sync: SyncView | None
     copies: dict[str, CopyView] = {}
+    last: SyncView | None = None
+    """The version before ``sync``, for members that have not seen its outcome yet; without its digests."""
 
 
 class Forming(_Message, frozen=True):

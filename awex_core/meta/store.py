@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from awex_core.errors import Fenced, Refused
 from awex_core.meta.copies import Copies
 from awex_core.meta.engines import LEASES_UNTIL_DROPPED, Engine, Engines
@@ -80,7 +82,7 @@ class JobStore:
 
     def view(self, now: float) -> JobView:
         """The job as every member sees it: only those whose lease has not lapsed."""
-        sync = self._versions.sync
+        sync, last = self._versions.sync, self._versions.last
         return JobView(
             revision=self.revision,
             epoch=self._versions.epoch,
@@ -88,6 +90,7 @@ class JobStore:
             engines={name: engine.view() for name, engine in sorted(self._engines.by_name.items())},
             sync=sync.view(now) if sync else None,
             copies=self._copies.views(now),
+            last=msgspec.structs.replace(last.view(now), digests={}) if last else None,
         )
 
     def status(self, now: float) -> JobStatus:

@@ -15,11 +15,15 @@ from awex_core.version import Version
 
 
 class Versions:
-    """The epoch, the numbers announced in it, and the version on its way or last done (``sync``)."""
+    """The epoch, the numbers announced in it, and the version on its way or last done (``sync``).
+
+    ``last`` is the one before it, which some members may not have seen the end of.
+    """
 
     def __init__(self, engines: Mapping[str, Engine], pulse: Pulse) -> None:
         self.epoch = 0
         self.sync: Sync | None = None
+        self.last: Sync | None = None
         self._highest_epoch = 0
         self._last_number = -1
         self._engines = engines
@@ -93,6 +97,7 @@ class Versions:
         base = self.sync.version if self.sync is not None and self.sync.version.epoch == self.epoch else None
         self.end(f"writer rank {rank} went on to version {version}")
         self._last_number = message.number
+        self.last = self.sync
         self.sync = Sync(
             version=version,
             verify=message.verify,

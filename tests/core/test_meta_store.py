@@ -419,6 +419,17 @@ def test_a_rank_that_goes_on_ends_the_version_it_leaves_behind():
     )
 
 
+def test_the_outcome_of_a_version_is_seen_when_a_rank_has_gone_on():
+    store = open_store(writers=2)
+    store.announce(announce(rank=1), now=0)
+    store.report_worker(m.ReportWorker("e-0-1", FIRST, failed=True, reason="no room"), now=0)
+    store.announce(announce(rank=0, number=2), now=0)
+    view = store.view(now=0)
+    assert view.sync is not None and (view.sync.version.number, view.sync.state) == (2, "gathering")
+    assert view.last is not None and (view.last.version, view.last.state) == (FIRST, "done")
+    assert "no room" in view.last.engines["e"].reason and view.last.digests == {}
+
+
 def test_an_engine_commits():
     store = open_store()
     store.set_engine_state(m.SetEngineState(incarnation="e-c1", state="torn", version=Version(), reason="x"), 0)

@@ -20,6 +20,8 @@ from awex_core.config import SyncConfig
 from awex_core.engine import LoaderPathModule
 from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout
 from awex_core.layout.live import ShardCollector
+from awex_core.meta.client import MetaClient
+from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
 from awex_core.session import ReaderSession
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
@@ -245,6 +247,35 @@ def test_verify_modes(config: SyncConfig, loop: Loop, make_trainer: Callable[...
     share = figures["verified_nbytes"] / figures["moved_nbytes"]
     assert (share == 1) if verify == "full" else (share == 0) if verify == "off" else (0 < share < 1)
     assert holds(engine, trainer.weights)
+
+
+def test_a_rank_that_goes_on_at_once_leaves_no_other_rank_waiting(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks see the version's end only when the next one is announced already."""
+    loop.engine("e", 1, config)
+    trainer = make_trainer()
+    slow = trainer.writers[1]
+    gone_on = threading.Event()
+    poll = slow._client._poll
+
+    def poll_late(*given: Any) -> JobView:
+        view = poll(*given)
+        if view.sync is None or view.sync.state != "done":
+            return view
+        assert gone_on.wait(30)
+        return slow._client.watch()
+
+    monkeypatch.setattr(slow._client, "_poll", poll_late)
+    first = trainer.start(1)
+    assert first[0].result(60).committed == ("e",)
+    ahead = trainer._pool.submit(trainer.writers[0].write_weights, 2)
+    meanwhile = MetaClient(config.meta_server, config.job, config.token)
+    eventually(lambda: (sync := meanwhile.watch().sync) is not None and sync.version.number == 2)
+    meanwhile.close()
+    gone_on.set()
+    assert first[1].result(60).committed == ("e",)
+    assert slow.write_weights(2).committed == ahead.result(60).committed == ("e",)
 
 
 # Partial updates
