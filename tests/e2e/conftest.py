@@ -13,10 +13,11 @@ from typing import Any, Generic, TypeVar
 import pytest
 
 from tests.support.compare import compare_dumps
-from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer
+from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer, vllm_forks
 from tests.support.lines import Child
-from tests.support.sglang_jobs import SglangReference, SglangServer
+from tests.support.sglang_jobs import SglangReference, SglangServer, sglang_forks
 from tests.support.trainer import TrainerSpec
+from tests.support.warm import FORKS
 
 StartTrainer = Callable[..., TrainerJob]
 
@@ -104,6 +105,21 @@ def _is_chosen(item: pytest.Item) -> bool:
     choose = getattr(getattr(item, "module", None), "chosen", None)
     params = getattr(getattr(item, "callspec", None), "params", None)
     return choose is None or params is None or bool(choose(params))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """From here on engines are forked from processes that have imported them, unless a test starts one ``cold``."""
+    folder = tmp_path_factory.mktemp("forks")
+    with (
+        closing(vllm_forks(folder)) as vllm,
+        closing(sglang_forks(folder)) as sglang,
+        pytest.MonkeyPatch.context() as m,
+    ):
+        vllm.wait()
+        sglang.wait()
+        m.setenv(FORKS, str(folder))
+        yield
 
 
 @pytest.fixture

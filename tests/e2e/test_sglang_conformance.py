@@ -13,5 +13,5 @@ from tests.support.sglang_jobs import SglangReference, SglangServer
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 class TestSglang(LiveEngineTests):
-    server = functools.partial(SglangServer, tp=2)
+    server = functools.partial(SglangServer, tp=2, cold=True)
     reference = functools.partial(SglangReference, tp=2)

@@ -13,5 +13,5 @@ from tests.support.jobs import Reference, VllmServer
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 class TestVllm(LiveEngineTests):
-    server = functools.partial(VllmServer, tp=2)
+    server = functools.partial(VllmServer, tp=2, cold=True)
     reference = functools.partial(Reference, tp=2, dtype="bfloat16")

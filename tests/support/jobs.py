@@ -18,6 +18,7 @@ import httpx
 
 from tests.support.lines import ROOT, Child, ChildError, end_session
 from tests.support.trainer import RENDEZVOUS, TrainerSpec
+from tests.support.warm import ForkServer, Process, start_process
 
 BIN = Path(sys.executable).parent
 
@@ -32,6 +33,17 @@ CPU_ENV = {
     "OMP_NUM_THREADS": "1",
 }
 
+MODULES = (
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+)
+"""What vLLM's processes import before they do anything."""
+
 
 def free_port() -> int:
     """A TCP port of the loopback interface that is free now."""
@@ -44,6 +56,11 @@ def engine_env(tp: int) -> dict[str, str]:
     """Environment of a vLLM process on this CPU: one core per worker."""
     cores = os.cpu_count() or 1
     return {**os.environ, **CPU_ENV, "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(tp))}
+
+
+def vllm_forks(folder: Path) -> ForkServer:
+    """A process that vLLM's are forked from, once ``FORKS`` names the folder."""
+    return ForkServer(BIN / "python", MODULES, {**os.environ, **CPU_ENV, "PYTHONPATH": str(ROOT)}, folder)
 
 
 class MetaServerProcess:
@@ -83,7 +100,7 @@ class MetaServerProcess:
         end_session(self.process, grace_s=10)
 
 
-def wait_for_http(url: str, process: subprocess.Popen[bytes], log: Path, limit_s: float) -> None:
+def wait_for_http(url: str, process: Process, log: Path, limit_s: float) -> None:
     """Wait until ``url`` answers 200; raises ``ChildError`` with the log's end if it does not."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
@@ -97,10 +114,13 @@ def wait_for_http(url: str, process: subprocess.Popen[bytes], log: Path, limit_s
 
 
 class EngineServer:
-    """A real inference server, in a session of its own and on a free port; up when made, or after ``wait``."""
+    """A real inference server, in a session of its own and on a free port; up when made, or after ``wait``.
+
+    ``cold``: started as a user would, where tests otherwise fork it from a process with its imports.
+    """
 
     def __init__(
-        self, args: Sequence[str | Path], env: Mapping[str, str], log: Path, limit_s: float, wait: bool
+        self, args: Sequence[str | Path], env: Mapping[str, str], log: Path, *, limit_s: float, wait: bool, cold: bool
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
@@ -108,9 +128,7 @@ class EngineServer:
         self.url = f"http://127.0.0.1:{self.port}"
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]
         with log.open("ab") as sink:
-            self.process = subprocess.Popen(
-                [*args, *listen], cwd=ROOT, env=dict(env), stdout=sink, stderr=sink, start_new_session=True
-            )
+            self.process = start_process([*args, *listen], env, sink, cold=cold)
         self._http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
         if wait:
             self.wait(limit_s)
@@ -158,6 +176,7 @@ class VllmServer(EngineServer):
         env: Mapping[str, str] | None = None,
         limit_s: float = START_LIMIT_S,
         wait: bool = True,
+        cold: bool = False,
     ) -> None:
         self.tp, self.dtype = tp, dtype
         args = [BIN / "vllm", "serve", str(model), "--served-model-name", "m", "--dtype", dtype, "--enforce-eager"]
@@ -165,7 +184,7 @@ class VllmServer(EngineServer):
         args += ["--enable-prompt-tokens-details", "--worker-extension-cls", "tests.support.engine_dump.DumpExtension"]
         args += ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address, *extra]
         variables = {**engine_env(tp), **meta.env, "PYTHONPATH": str(ROOT), **(env or {})}
-        super().__init__(args, variables, folder / "vllm.log", limit_s, wait)
+        super().__init__(args, variables, folder / "vllm.log", limit_s=limit_s, wait=wait, cold=cold)
 
     def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
         """Greedy completion of token ids: tokens' log probabilities, text, cached prompt tokens."""

@@ -11,13 +11,15 @@ import json
 import os
 import selectors
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any, TextIO
+
+from tests.support.warm import Process, start_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,15 +57,7 @@ class Child:
         self.log = log
         self._buffer = b""
         with log.open("ab") as sink:
-            self.process = subprocess.Popen(
-                args,
-                cwd=ROOT,
-                env=dict(env),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                start_new_session=True,
-            )
+            self.process = start_process(args, env, sink, piped=True)
 
     def send(self, do: str, **arguments: Any) -> None:
         """Give a command without waiting."""
@@ -114,18 +108,18 @@ class Child:
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(TimeoutExpired):
             self.process.wait(grace_s)
         self.kill()
 
 
-def end_session(process: subprocess.Popen[bytes], grace_s: float) -> None:
+def end_session(process: Process, grace_s: float) -> None:
     """Ask a process to end, then kill what is left of its session."""
     if process.poll() is None and grace_s:
         process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(TimeoutExpired):
             process.wait(grace_s)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    with contextlib.suppress(TimeoutExpired):
         process.wait(10)

@@ -13,6 +13,7 @@ import httpx
 from tests.support.jobs import START_LIMIT_S, EngineServer, MetaServerProcess
 from tests.support.lines import ROOT, Child, ChildError, end_session
 from tests.support.sglang_reference import generate_body, read_generation, take_dump
+from tests.support.warm import ForkServer
 
 BIN = ROOT / ".venv-sglang" / "bin"
 ON_CPU = ROOT / "tests" / "support" / "sglang_cpu"
@@ -38,6 +39,22 @@ OPTIONS: dict[str, Any] = {
     "sleep_on_idle": True,  # an idle scheduler would keep a core busy
 }
 """What an SGLang engine needs on a CPU, as arguments of ``sglang.Engine``; as flags they have the same names."""
+
+MODULES = (
+    "sglang.launch_server",
+    "sglang.cli.serve",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.data_parallel_controller",
+    "sglang.srt.models.registry",
+)
+"""What SGLang's processes import before they do anything; the last imports the class of every model."""
+
+
+def sglang_forks(folder: Path) -> ForkServer:
+    """A process that SGLang's are forked from, once ``FORKS`` names the folder."""
+    return ForkServer(BIN / "python", MODULES, {**os.environ, **CPU_ENV}, folder)
 
 
 def sglang_env(workers: int) -> dict[str, str]:
@@ -81,6 +98,7 @@ class SglangServer(EngineServer):
         command: str = "launch_server",
         limit_s: float = START_LIMIT_S,
         wait: bool = True,
+        cold: bool = False,
     ) -> None:
         self.tp, self.dtype = tp, dtype
         self.world = tp * pp * dp
@@ -95,7 +113,8 @@ class SglangServer(EngineServer):
             variables |= meta.env
             if follow:
                 args += ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address]
-        super().__init__([*args, *extra], {**variables, **(env or {})}, folder / "sglang.log", limit_s, wait)
+        variables |= env or {}
+        super().__init__([*args, *extra], variables, folder / "sglang.log", limit_s=limit_s, wait=wait, cold=cold)
 
     def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
         """Greedy completion of token ids: tokens, their log probabilities and weight versions, cached prompt tokens."""
