@@ -24,6 +24,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     DO_NOT_TRACK="1",
     TOKENIZERS_PARALLELISM="false",
+    AWEX_LAYOUT_CACHE="off",  # a test must not depend on those before it
 )
 
 # Machines that run tests are shared and slow: time is limited per test, never per example.

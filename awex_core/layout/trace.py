@@ -130,25 +130,29 @@ class TracedTensor(torch.Tensor):
         raise TraceError(f"a traced tensor was used after its trace ended (by {func})")
 
 
+def storages_of(tracked: Mapping[str, torch.Tensor]) -> dict[str, torch.UntypedStorage]:
+    """Each storage once, under the name of the first tensor in it: the buffers of a trace, in order."""
+    found: dict[int, tuple[str, torch.UntypedStorage]] = {}
+    for name, tensor in tracked.items():
+        storage = tensor.untyped_storage()
+        found.setdefault(storage._cdata, (name, storage))
+    return dict(found.values())
+
+
 class _Recorder(TorchDispatchMode):
     """Sees every operator while the loader runs."""
 
     def __init__(self, tracked: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-        self.storages: list[torch.UntypedStorage] = []
-        self._index: dict[int, int] = {}
+        named = storages_of(tracked)
+        self.names = list(named)
+        self.storages = list(named.values())
+        self._index = {storage._cdata: index for index, storage in enumerate(self.storages)}
         self.shards: list[Shard] = []
         self.constants: list[Constant] = []
         self.untraced: dict[str, str] = {}
         self.used: set[str] = set()
         self.filled: set[str] = set()
-        for name, tensor in tracked.items():
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._index:
-                self._index[storage._cdata] = len(self.storages)
-                self.storages.append(storage)
-                self.names.append(name)
 
     def buffer_of(self, tensor: torch.Tensor) -> int | None:
         """Index of the tracked storage that ``tensor`` lives in."""

@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import sglang
 import torch
 
 from awex_core.engine import LoaderPathModule, TracedModel
 from awex_core.errors import PlanError
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory, flat_bytes
-from awex_core.layout.trace import Loader, Trace, trace_loader
+from awex_core.layout.trace import Loader, Trace
+from awex_core.layout.trace_cache import trace_model
 from sglang_awex import compat
 
 
@@ -58,7 +60,13 @@ class SglangWorkerModel:
         if faults:
             raise PlanError("this engine cannot receive weights in place", faults)
         model = compat.in_checkpoint_format(self._model)
-        trace = trace_loader(cast(Loader, model.load_weights), manifest, _tensors(model))
+        trace = trace_model(
+            self._model,
+            cast(Loader, model.load_weights),
+            manifest,
+            _tensors(model),
+            engine=f"sglang {sglang.__version__}",
+        )
         staged = [
             _Staged(path, module, before)
             for path, module in self._model.named_modules()

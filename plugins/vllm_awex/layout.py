@@ -23,13 +23,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+import vllm
 
 from awex_core.engine import LoaderPathModule, TracedModel
 from awex_core.errors import PlanError
 from awex_core.layout.dtypes import can_convert
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 from awex_core.layout.live import Memory, flat_bytes, own_tensors
-from awex_core.layout.trace import Loader, Trace, trace_loader
+from awex_core.layout.trace import Loader, Trace
+from awex_core.layout.trace_cache import trace_model
 from vllm_awex import compat
 
 
@@ -93,7 +95,13 @@ class VllmWorkerModel:
                 for name, tensor in own_tensors(module).items()
             ]
             tracked = {slot.full_name: slot.meta for slot in slots}
-            trace = trace_loader(cast(Loader, self._model.load_weights), manifest, tracked)
+            trace = trace_model(
+                self._model,
+                cast(Loader, self._model.load_weights),
+                manifest,
+                tracked,
+                engine=f"vllm {vllm.__version__}",
+            )
         by_name = {slot.full_name: slot for slot in slots}
         dummy = self._vllm_config.load_config.load_format == "dummy"
         _check_trace(trace, by_name, dummy=dummy)
