@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer
+from awex_core.testing.engine import eventually
 from tests.support.compare import compare_dumps
 from tests.support.jobs import EngineServer, MetaServerProcess, VllmServer
 from tests.support.sglang_jobs import SglangServer
@@ -33,6 +34,8 @@ def test_a_restarted_server_does_not_trace_again(
             extra = ["--weight-sync-engine", "e"]
             engine: EngineServer
             with closing(server(own, meta, folder / start, tp=2, env=env, extra=extra, **options)) as engine:
+                # One that was ended at once keeps its place until its lease has lapsed.
+                eventually(lambda engine=engine: engine.status()["elected"], "taking the place of the one before")
                 trainer.all("wait_for_engines", count=1, timeout_s=60)
                 assert trainer.publish(1 if start == "first" else 2)["committed"] == ["e"]
                 engine.dump(folder / f"dump-{start}")
