@@ -11,8 +11,6 @@ import pytest
 
 from tests import leftovers
 
-pytest_plugins = ["tests.lanes"]
-
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 NO_GPU = "no GPU"
 LEFTOVER_GRACE_S = 10.0
