@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,24 +86,6 @@ def cases_to_run(request: pytest.FixtureRequest, name: str) -> list[object]:
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     found = {str(item.callspec.params[name]): item.callspec.params[name] for item in items}
     return list(found.values())
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drop what a module's ``chosen`` does not choose, unless all is asked for."""
-    if os.environ.get("AWEX_ALL_CELLS", "") not in ("", "0"):
-        return
-    kept: list[pytest.Item] = []
-    dropped: list[pytest.Item] = []
-    for item in items:
-        (kept if _is_chosen(item) else dropped).append(item)
-    config.hook.pytest_deselected(items=dropped)
-    items[:] = kept
-
-
-def _is_chosen(item: pytest.Item) -> bool:
-    choose = getattr(getattr(item, "module", None), "chosen", None)
-    params = getattr(getattr(item, "callspec", None), "params", None)
-    return choose is None or params is None or bool(choose(params))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,14 +1,13 @@
 """Real Megatron trainers to real servers: every parameter bit-equal to an engine without awex, at every version.
 
 One server, and one reference engine that loads the trainer's checkpoints from
-disk, serve the trainers of a case (engine, dtype, tensor parallelism, tied) in
-turn: two of the four, or all with ``AWEX_ALL_CELLS=1``.
+disk, serve the trainers of a case (engine, dtype, tensor parallelism, tied) in turn.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -52,15 +51,6 @@ CASES += [Case("sglang", "bfloat16", tp, kind) for tp in (1, 2) for kind in ("qw
 # vLLM's float32 takes another path; what it shares with the above is not shown twice.
 CASES += [Case("vllm", "float32", 1, "qwen3-tied"), Case("vllm", "float32", 2, "qwen3")]
 TRAINERS = ["tp=1", "tp=2", "pp=2", "pp=2,vpp=2"]
-
-
-def chosen(params: Mapping[str, Any]) -> bool:
-    """Half of the table, unless all is asked for: each engine meets each trainer on tied and on untied models."""
-    case, layout = params["stage"], params.get("layout")
-    if (case.dtype, case.tp) == ("float32", 2):
-        return False
-    even = (case.tp + case.kind.endswith("tied")) % 2 == 0
-    return layout is None or (TRAINERS.index(layout) % 2 == 0) == even
 
 
 class Stage(EngineStage):

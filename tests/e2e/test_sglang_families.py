@@ -6,7 +6,7 @@ parameter and every derived tensor is bit-equal to an engine that was started on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,11 +81,6 @@ def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def stage(request: pytest.FixtureRequest, stages: Stages[Stage]) -> Iterator[Stage]:
     yield stages.take(request.param)
     stages.give_back(request.param)
-
-
-def chosen(params: Mapping[str, Any]) -> bool:
-    """One trainer for each case, a second for one of them, unless all is asked for."""
-    return params["world"] == 2 or params["stage"].kind == "deepseek"
 
 
 @pytest.mark.parametrize("world", [2, 1], ids="world={}".format)
