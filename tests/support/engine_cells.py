@@ -58,7 +58,7 @@ class Cells:
         ranks = range(cell.layout.world)
         dumps = [self._fresh(cell, rank) for rank in ranks]
         refusals = [dump.with_suffix(".txt") for dump in dumps]
-        fault = ""
+        fault = None
         if not any(file.exists() for file in [*dumps, *refusals]):
             dumps[0].parent.mkdir(parents=True, exist_ok=True)
             _, places = self._places(cell)
@@ -66,7 +66,9 @@ class Cells:
         refused = next((file.read_text() for file in refusals if file.exists()), "")
         if refused:
             return {"refused": NOT_LOADED + refused}
-        return {"failed": f"fresh load: {fault or 'see above'}"} if not all(map(Path.exists, dumps)) else None
+        if fault is not None:
+            return {"failed": f"fresh load: {fault.what}"}
+        return None if all(map(Path.exists, dumps)) else {"failed": "fresh load: it failed before"}
 
     def _fresh(self, cell: Cell, rank: int) -> Path:
         return self.folder / "fresh" / f"{cell}-{rank}.pt".replace(" ", "-")
@@ -74,7 +76,9 @@ class Cells:
     def _be_fresh(self, cell: Cell, place: Place) -> None:
         dump = self._fresh(cell, place.rank)
         try:
-            with self.engine.built(cell, cell.weights.checkpoint(self.folder, SEEDS[-1]), place, follows=False) as built:
+            with self.engine.built(
+                cell, cell.weights.checkpoint(self.folder, SEEDS[-1]), place, follows=False
+            ) as built:
                 tensors = {name: tensor.contiguous().clone() for name, tensor in built.tensors().items()}
         except Exception as error:
             dump.with_suffix(".txt").write_text(first_line(error))
@@ -95,18 +99,17 @@ class Cells:
             ]
             fault = run_forked(works, self.limit_s, functools.partial(_sizes, answers))
             parts = [_read(answer) for answer in answers]
-            blamed, done = False, 0
+            blamed = min(map(_first_failed, (parts[rank] for rank in fault.ranks))) if fault else -1
+            again = []
             for index, cell in enumerate(left):
                 mine = [outcomes[index] for outcomes in parts if len(outcomes) > index]
-                blamed_here = any(outcome.failed for outcome in mine)
-                if len(mine) < world and not blamed_here:
-                    if blamed:
-                        break
-                    mine = [Outcome(cell, failed=fault)]
-                    blamed_here = True
-                yield merge(cell, mine)
-                blamed, done = blamed or blamed_here, index + 1
-            left = left[done:]
+                if fault and index == blamed and not any(outcome.failed for outcome in mine):
+                    mine = [Outcome(cell, failed=fault.what)]
+                if len(mine) == world or any(outcome.failed for outcome in mine):
+                    yield merge(cell, mine)
+                else:
+                    again.append(cell)
+            left = again
 
     def _places(self, cell: Cell) -> tuple[Path, list[Place]]:
         """A new folder, and the ranks of an engine that meet there."""
@@ -121,9 +124,8 @@ class Cells:
         first = cells[0]
         with answers.open("w", buffering=1) as sink:
             try:
-                with self.engine.built(
-                    first, first.weights.checkpoint(self.folder, SEEDS[0]), place, follows=True
-                ) as built:
+                checkpoint = first.weights.checkpoint(self.folder, SEEDS[0])
+                with self.engine.built(first, checkpoint, place, follows=True) as built:
                     self._follow_all(cells, place.rank, built, sink)
             except _CellFailed:
                 raise
@@ -156,6 +158,11 @@ class _CellFailed(Exception):
 
 def _read(answers: Path) -> list[Outcome]:
     return [Outcome.from_json(line) for line in answers.read_text().splitlines()] if answers.exists() else []
+
+
+def _first_failed(outcomes: Sequence[Outcome]) -> int:
+    """The cell that a rank was at when it died or was killed."""
+    return next((index for index, outcome in enumerate(outcomes) if outcome.failed), len(outcomes))
 
 
 def _sizes(files: Sequence[Path]) -> list[int]:

@@ -8,11 +8,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 Work = Callable[[], None]
 
 
-def run_forked(works: Sequence[Work], limit_s: float, progress: Callable[[], object] = lambda: None) -> str:
+@dataclass(frozen=True)
+class Fault:
+    """What went wrong, and in which of the processes: one has died, or all of these hang."""
+
+    what: str
+    ranks: tuple[int, ...]
+
+
+def run_forked(works: Sequence[Work], limit_s: float, progress: Callable[[], object] = lambda: None) -> Fault | None:
     """Do each piece of work in a process of its own, all at a time. Leaves no process behind.
 
     Args:
@@ -21,7 +30,7 @@ def run_forked(works: Sequence[Work], limit_s: float, progress: Callable[[], obj
         progress: while what it returns changes, the time limit begins anew.
 
     Returns:
-        What went wrong; empty if all ended well.
+        What went wrong; None if all ended well.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -34,13 +43,14 @@ def run_forked(works: Sequence[Work], limit_s: float, progress: Callable[[], obj
                 if ended:
                     del running[pid]
                     if status:
-                        return f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}"
+                        return Fault(f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}", (rank,))
             time.sleep(0.01)
             if (now := progress()) != seen:
                 seen, end = now, time.monotonic() + limit_s
             if time.monotonic() > end:
-                return f"rank {', '.join(map(str, running.values()))} did nothing for {limit_s:g} s"
-        return ""
+                ranks = tuple(running.values())
+                return Fault(f"rank {', '.join(map(str, ranks))} did nothing for {limit_s:g} s", ranks)
+        return None
     finally:
         for pid in running:
             os.kill(pid, signal.SIGKILL)

@@ -113,9 +113,7 @@ def model_tensors(model: torch.nn.Module) -> Tensors:
     for path, module in model.named_modules():
         found |= {f"{path}.@{name}": value for name, value in _tensors_in(vars(module))}
         method = getattr(module, "quant_method", None)
-        found |= {
-            f"{path}.@quant_method.{name}": value for name, value in _tensors_in(getattr(method, "__dict__", {}))
-        }
+        found |= {f"{path}.@quant_method.{name}": value for name, value in _tensors_in(getattr(method, "__dict__", {}))}
     return found
 
 

@@ -12,7 +12,7 @@ MEGATRON_EXPERTS = ("tp=1", "tp=2,etp=2", "tp=2,ep=2", "pp=2,vpp=2", "pp=2,ep=2,
 FSDP = ("fsdp=2",)
 
 TRAINERS: dict[str, tuple[str, ...]] = {
-    **{kind: (*MEGATRON_DENSE, *FSDP) for kind in ("llama", "llama-tied", "qwen2", "qwen3", "qwen3-tied")},
+    **dict.fromkeys(("llama", "llama-tied", "qwen2", "qwen3", "qwen3-tied"), (*MEGATRON_DENSE, *FSDP)),
     **dict.fromkeys(("qwen3-moe", "mixtral-8x", "glm4.5-moe", "deepseek", "deepseek-mla"), MEGATRON_EXPERTS),
     # Megatron has no table of names for these.
     **dict.fromkeys(("phi3", "gemma3", "gpt-oss"), FSDP),
