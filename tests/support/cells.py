@@ -87,8 +87,9 @@ class Weights:
 class TrainerRun:
     """A trainer whose weights are those of a checkpoint.
 
-    ``layout`` is ``CHECKPOINT``, ``fsdp=2`` (FSDP2 on transformers' model) or
-    Megatron's degrees as ``trainer.Parallel`` reads them.
+    ``layout`` is ``CHECKPOINT``, Megatron's degrees as ``trainer.Parallel`` reads
+    them, ``fsdp=2`` (FSDP2 on transformers' model), or ``fsdp=2,float32`` (the
+    same with its parameters in float32, published as the checkpoint has them).
     """
 
     weights: Weights
@@ -110,6 +111,10 @@ class TrainerRun:
     def dump(self, folder: Path) -> Path:
         """Where its ranks' layouts and memory lie, in a run's folder."""
         return folder / "trainers" / str(self).replace(" ", "-")
+
+    def proof(self, folder: Path) -> Path:
+        """A file that is there once the trainer is proved to hold the checkpoint."""
+        return self.dump(folder) / "proved"
 
 
 @dataclass(frozen=True)
@@ -178,11 +183,6 @@ class Cell:
         """The inverse of ``asdict``, also after JSON."""
         pairs = {key: _pairs(fields[key]) for key in ("sizes", "other")}
         return Cell(**fields | pairs | {"layout": EngineLayout(**fields["layout"])})
-
-
-def with_trainers(cells: Sequence[Cell], trainers: Sequence[str]) -> list[Cell]:
-    """Each cell once for each trainer."""
-    return [replace(cell, trainer=trainer) for cell in cells for trainer in trainers]
 
 
 NOT_LOADED = "the engine itself does not load it here: "

@@ -11,7 +11,9 @@ what Megatron's ranks save is put together by the oracle (``tests/oracle``), wha
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +118,8 @@ def part_of_fsdp(run: TrainerRun, folder: Path) -> Part:
 
     checkpoint = run.held.checkpoint(folder, SEEDS[0])
     config = AutoConfig.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, run.weights.dtype))
+    dtype = "float32" if run.layout.endswith(",float32") else run.weights.dtype
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -170,7 +173,9 @@ def world_of(layout: str) -> int:
     """How many ranks a trainer has."""
     if layout == CHECKPOINT:
         return 1
-    return int(layout.removeprefix("fsdp=")) if layout.startswith("fsdp") else Parallel.parse(layout).world
+    if layout.startswith("fsdp="):
+        return int(layout.removeprefix("fsdp=").removesuffix(",float32"))
+    return Parallel.parse(layout).world
 
 
 def spec_of(run: TrainerRun) -> TrainerSpec:
@@ -222,10 +227,15 @@ def check_apart(run: TrainerRun, folder: Path) -> None:
 
 
 def make_checkpoints(weights: Weights, folder: Path) -> None:
-    """The checkpoints of all seeds."""
+    """The checkpoints of all seeds; raises ``AssertionError`` if a tensor is the same in both: it would go unseen."""
+    made = []
     for seed in SEEDS:
         path = weights.checkpoint(folder, seed)
         make_family(path, weights.kind, dtype=weights.dtype, seed=seed, quantise=weights.quantised, **weights.fields)
+        made.append(load_file(path / "model.safetensors"))
+    same = [name for name, tensor in made[0].items() if not difference(tensor, made[1][name])]
+    if same:
+        raise AssertionError(f"the checkpoints of {weights} have the same {same[:5]}")
 
 
 def _forked(what: str, works: Sequence[Callable[[], None]]) -> None:
@@ -235,12 +245,13 @@ def _forked(what: str, works: Sequence[Callable[[], None]]) -> None:
 
 
 def dump(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Run one trainer; what is there already is not made again."""
+    """Run one trainer; checkpoints that are there already are not made again."""
     run = TrainerRun(Weights.read(fields["weights"]), fields["layout"])
     for weights in {run.held, run.weights}:
         if not weights.checkpoint(folder, SEEDS[-1]).exists():
             _forked("the checkpoint", [functools.partial(make_checkpoints, weights, folder)])
     out = run.dump(folder)
+    shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     world = world_of(run.layout)
     with tempfile.TemporaryDirectory() as meeting:
@@ -249,6 +260,19 @@ def dump(folder: Path, fields: Mapping[str, Any]) -> None:
         ]
         _forked("its ranks", ranks)
     _forked("what it holds is not the checkpoint", [functools.partial(check_apart, run, folder)])
+    for seed in SEEDS:
+        shutil.rmtree(out / f"raw{seed}")
+    run.proof(folder).touch()
+
+
+IMPORTED = (
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+)
+"""What trainers import is imported once, before forking."""
 
 
 def main() -> None:
@@ -256,8 +280,8 @@ def main() -> None:
     stream = answer_stream()
     torch.set_num_threads(1)  # no pool of threads that a fork would lose
     folder = Path(sys.argv[1])
-    import transformers.models.auto.modeling_auto  # noqa: F401
-
+    for module in IMPORTED:
+        importlib.import_module(module)
     serve_commands(stream, {"dump": lambda run: dump(folder, run)})
 
 

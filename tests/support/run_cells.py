@@ -13,14 +13,14 @@ from tests.support.cells import Cell, Outcome, TrainerRun
 from tests.support.lines import ROOT, Child, ChildError
 
 LIMIT_S = 120.0
-"""For one cell, one trainer, or one engine's start."""
+"""For one cell: from one trainer's update to the next, with the model's build before the first."""
 
 
 class _Trainers:
     """Trainers that are being run and written down, in the order in which they will be asked for."""
 
     def __init__(self, runs: Sequence[TrainerRun], folder: Path) -> None:
-        self._left = [run for run in runs if not run.dump(folder).exists()]
+        self._left = [run for run in runs if not run.proof(folder).exists()]
         self._faults: dict[TrainerRun, str] = {}
         self._child: Child | None = None
         if self._left:
@@ -37,7 +37,7 @@ class _Trainers:
             assert self._child is not None
             current = self._left.pop(0)
             try:
-                self._child.receive(LIMIT_S)
+                self._child.receive(6 * LIMIT_S)  # above all limits inside
             except ChildError as error:
                 self._faults[current] = str(error).splitlines()[0]
         return self._faults.get(run, "")

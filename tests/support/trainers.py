@@ -9,7 +9,7 @@ from tests.support.cells import CHECKPOINT, Cell
 
 MEGATRON_DENSE = ("tp=1", "tp=2", "pp=2", "pp=2,vpp=2", "tp=2,pp=2")
 MEGATRON_EXPERTS = ("tp=1", "tp=2,etp=2", "tp=2,ep=2", "pp=2,vpp=2", "pp=2,ep=2,dp=2", "tp=2,pp=2,ep=2")
-FSDP = ("fsdp=2",)
+FSDP = ("fsdp=2", "fsdp=2,float32")
 
 TRAINERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", "llama-tied", "qwen2", "qwen3", "qwen3-tied"), (*MEGATRON_DENSE, *FSDP)),
@@ -19,8 +19,8 @@ TRAINERS: dict[str, tuple[str, ...]] = {
 }
 """All but ``CHECKPOINT``, which every family has. Where transformers fuses experts, FSDP2 would need names for them."""
 
-_FEW = ("tp=2,pp=2", "tp=2,ep=2")
-"""Of Megatron's layouts, the one per family that is tried with less common precisions."""
+_FEW = ("tp=2,pp=2", "tp=2,ep=2", "fsdp=2")
+"""Of these, what is tried with less common precisions: at most one of Megatron's layouts per family, and FSDP2."""
 
 
 def with_all(cells: Sequence[Cell]) -> list[Cell]:
@@ -36,6 +36,6 @@ def with_few(cells: Sequence[Cell]) -> list[Cell]:
     found = []
     for cell in cells:
         trained = cell.quantised in ("", "block-fp8")
-        chosen = [trainer for trainer in TRAINERS[cell.kind] if trained and trainer in (*_FEW, *FSDP)]
+        chosen = [trainer for trainer in TRAINERS[cell.kind] if trained and trainer in _FEW]
         found += [replace(cell, trainer=trainer) for trainer in (CHECKPOINT, *chosen)]
     return found
