@@ -109,7 +109,7 @@ def connect(
     if check is not None:
         check(manifest)
     if form is not None:
-        mine, manifest = _quantized(mine, manifest, form, config.sync_timeout_s)
+        mine, manifest = quantized(mine, manifest, form, config.sync_timeout_s)
     if exact:
         checkpoint.check(manifest)
     rank, world = rank_and_world()
@@ -125,10 +125,15 @@ def _block_format(quantize: str | None, checkpoint: Checkpoint) -> BlockFormat |
     return BlockFormat.read(checkpoint)
 
 
-def _quantized(
+def quantized(
     mine: Description, manifest: Sequence[CanonicalTensor], form: BlockFormat, limit_s: float
 ) -> tuple[Description, list[CanonicalTensor]]:
-    """This rank's part and the manifest of the quantised model. Collective."""
+    """This rank's part and the manifest of the quantised model. Collective.
+
+    Raises:
+        ConfigError: none of the tensors would be quantised.
+        LayoutError: a tensor that the checkpoint has scales for cannot be quantised.
+    """
     taken = [tensor for tensor in manifest if form.takes(tensor)]
     if not taken:
         raise ConfigError("quantize='fp8_block' would quantise none of the trainer's tensors; drop it, or check names")

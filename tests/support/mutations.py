@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from awex_core.engine import TracedModel
 from awex_core.layout.layout import Layout, Shard, build_layout
-from vllm_awex.layout import VllmWorkerModel
 
-Mutation = Callable[[TracedModel, VllmWorkerModel], TracedModel]
+Mutation = Callable[[TracedModel], TracedModel]
+
+STALE_DERIVED = "stale-derived"
+"""Matrices computed from weights are not computed anew; each engine's worker forgets them in its own way."""
 
 
-def swap_experts(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:
+def swap_experts(traced: TracedModel) -> TracedModel:
     """The first two experts change places."""
     tensors = {tensor.name: tensor for tensor in traced.layout.tensors}
 
@@ -24,28 +26,26 @@ def swap_experts(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:
     return _with(traced, [other(shard) for shard in traced.layout.shards()])
 
 
-def drop_padding(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:
+def drop_padding(traced: TracedModel) -> TracedModel:
     """The padded rows of the vocabulary keep what was there."""
     return replace(traced, layout=replace(traced.layout, constants=()))
 
 
-def skip_head(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:
+def skip_head(traced: TracedModel) -> TracedModel:
     """The last pipeline stage's own copy of the embedding, which is its head, is not written."""
     if not any(tensor.name == "model.norm.weight" for tensor in traced.layout.tensors):
         return traced
     return _without(traced, lambda shard: "embed_tokens" in traced.layout.buffers[shard.buffer].name)
 
 
-def forget_scale(traced: TracedModel, _: VllmWorkerModel) -> TracedModel:
+def forget_scale(traced: TracedModel) -> TracedModel:
     """One scale keeps its old value."""
-    scale = next(tensor.name for tensor in traced.layout.tensors if "weight_scale" in tensor.name)
-    return _without(traced, lambda shard: shard.tensor.name == scale)
+    return _forget_first(traced, "weight_scale")
 
 
-def stale_derived(traced: TracedModel, worker: VllmWorkerModel) -> TracedModel:
-    """Matrices computed from weights are not computed anew."""
-    worker._derived = []
-    return traced
+def forget_router_bias(traced: TracedModel) -> TracedModel:
+    """One router's bias keeps its old value."""
+    return _forget_first(traced, "e_score_correction_bias")
 
 
 MUTATIONS: dict[str, Mutation] = {
@@ -53,8 +53,13 @@ MUTATIONS: dict[str, Mutation] = {
     "drop-padding": drop_padding,
     "skip-head": skip_head,
     "forget-scale": forget_scale,
-    "stale-derived": stale_derived,
+    "forget-router-bias": forget_router_bias,
 }
+
+
+def _forget_first(traced: TracedModel, part: str) -> TracedModel:
+    first = next(tensor.name for tensor in traced.layout.tensors if part in tensor.name)
+    return _without(traced, lambda shard: shard.tensor.name == first)
 
 
 def _without(traced: TracedModel, dropped: Callable[[Shard], bool]) -> TracedModel:

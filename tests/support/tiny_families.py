@@ -32,7 +32,12 @@ MLA: dict[str, Any] = {
 }
 
 FAMILIES = {
-    "mixtral-8x": Kind("mixtral", sizes={"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral-8x": Kind(
+        "mixtral",
+        heads=4,  # SGLang's takes hidden_size / heads for the head size, and loads a part of larger heads
+        kv_heads=2,
+        sizes={"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
     "glm4.5-moe": Kind(
         "glm4_moe",
         sizes={

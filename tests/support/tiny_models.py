@@ -104,6 +104,11 @@ class Kind:
     kv_heads: int = 4
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def attention(self) -> dict[str, int]:
+        """The heads, as fields of a config."""
+        return {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
+
 
 KINDS = {
     "qwen3": Kind("qwen3"),
@@ -134,8 +139,7 @@ def make_model(out: Path | str, kind: str = "qwen3", *, dtype: str = "bfloat16",
 
     torch.manual_seed(seed)
     chosen = KINDS[kind]
-    heads = {"num_attention_heads": chosen.heads, "num_key_value_heads": chosen.kv_heads}
-    fields = {**SIZES, **heads, **chosen.sizes, **sizes, "tie_word_embeddings": chosen.tied}
+    fields = {**SIZES, **chosen.attention, **chosen.sizes, **sizes, "tie_word_embeddings": chosen.tied}
     config = AutoConfig.for_model(chosen.model_type, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     _randomise(model)

@@ -119,11 +119,15 @@ class TrainerSpec:
     overlap_param_gather: bool = False
 
     @classmethod
-    def of_kind(cls, kind: str, **fields: Any) -> TrainerSpec:
-        """The trainer of a model that ``tiny_models.make_model(kind=kind)`` writes; ``fields`` are set besides."""
-        chosen = KINDS[kind]
-        sizes: dict[str, Any] = {"heads": chosen.heads, "kv_groups": chosen.kv_heads, "tied": chosen.tied}
-        return cls(family=chosen.model_type, **{**sizes, **_sizes({**SIZES, **chosen.sizes}, chosen), **fields})
+    def of_kind(cls, kind: str | Kind, hf_sizes: Mapping[str, Any] | None = None, **fields: Any) -> TrainerSpec:
+        """The trainer of a model that ``tiny_models.make_model`` writes; ``fields`` are set besides.
+
+        ``hf_sizes`` are fields of the checkpoint's config that are not the kind's own.
+        """
+        chosen = KINDS[kind] if isinstance(kind, str) else kind
+        sizes: dict[str, Any] = {"tied": chosen.tied}
+        sizes |= _sizes({**SIZES, **chosen.attention, **chosen.sizes, **(hf_sizes or {})}, chosen)
+        return cls(family=chosen.model_type, **{**sizes, **fields})
 
     @property
     def parallel(self) -> Parallel:
@@ -155,6 +159,8 @@ def _sizes(hf: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     sigmoid = kind.model_type in ("deepseek_v3", "glm4_moe")
     return {
         "layers": hf["num_hidden_layers"],
+        "heads": hf["num_attention_heads"],
+        "kv_groups": hf["num_key_value_heads"],
         "hidden": hf["hidden_size"],
         "head_dim": hf["head_dim"],
         "ffn": hf["intermediate_size"],
