@@ -51,11 +51,16 @@ class Stages(Generic[Stage]):
         self._start = start
         self._cases = list(cases)
         self._stages: dict[str, Stage] = {}
+        self._taken: set[str] = set()
         self._closing: list[Future[None]] = []
         self._pool = ThreadPoolExecutor()
 
     def take(self, case: object) -> Stage:
-        """The parts of ``case``, running."""
+        """The parts of ``case``, running; those of the cases before it end."""
+        for name in list(self._stages):
+            if name != str(case) and name in self._taken:
+                self._end(name)
+        self._taken.add(str(case))
         stage = self._started(case)
         stage.wait()
         after = self._cases.index(case) + 1
@@ -63,9 +68,8 @@ class Stages(Generic[Stage]):
             self._started(following)
         return stage
 
-    def give_back(self, case: object) -> None:
-        """End the parts of ``case``, in the background."""
-        self._closing.append(self._pool.submit(self._stages.pop(str(case)).close))
+    def _end(self, name: str) -> None:
+        self._closing.append(self._pool.submit(self._stages.pop(name).close))  # in the background
 
     def _started(self, case: object) -> Stage:
         if str(case) not in self._stages:
@@ -74,8 +78,8 @@ class Stages(Generic[Stage]):
 
     def close(self) -> None:
         """End everything; raises what ending a part raised."""
-        for case in list(self._stages):
-            self._closing.append(self._pool.submit(self._stages.pop(case).close))
+        for name in list(self._stages):
+            self._end(name)
         self._pool.shutdown()
         for closed in self._closing:
             closed.result()

@@ -73,17 +73,17 @@ def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     def start(case: Case) -> Stage:
         return Stage(case, tmp_path_factory.mktemp(str(case)))
 
-    with closing(Stages(start, cases_to_run(request, "stage"))) as stages:
+    with closing(Stages(start, cases_to_run(request, "case"))) as stages:
         yield stages
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def stage(request: pytest.FixtureRequest, stages: Stages[Stage]) -> Iterator[Stage]:
-    yield stages.take(request.param)
-    stages.give_back(request.param)
+@pytest.fixture
+def stage(stages: Stages[Stage], case: Case) -> Stage:
+    return stages.take(case)
 
 
 @pytest.mark.parametrize("world", [2, 1], ids="world={}".format)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_follows_a_trainer_of_checkpoints(stage: Stage, world: int) -> None:
     order = stage.checkpoints[1:] if world == 2 else stage.checkpoints[::-1]
     folder = stage.folder / f"trainer-{world}"
