@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -100,3 +101,10 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> Iterator[Outcome]:
         trainers.close()
         if engine is not None:
             engine.close()
+
+
+def clear(folder: Path) -> None:
+    """Remove what ``run_cells`` left, but for the logs: hundreds of megabytes."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
