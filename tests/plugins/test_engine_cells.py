@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support import follow
+from tests.support import follow, run_cells, vllm_models
 from tests.support.built import Built
 from tests.support.cells import NOT_LOADED, PP2, SEEDS, TP2, Cell, Outcome, TrainerRun, Weights
 from tests.support.dump_trainers import check_raw
@@ -103,3 +103,19 @@ def test_a_trainer_that_holds_something_else_is_found(tmp_path: Path, broken: bo
                 weights["model.norm.weight"] = torch.ones(4)
     with pytest.raises(AssertionError, match="seed 2: 1 tensors") if broken else contextlib.nullcontext():
         check_raw(run, tmp_path)
+
+
+def test_an_engine_that_ends_costs_its_cells_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Proved:
+        def __init__(self, *_: Any) -> None: ...
+        def fault(self, run: TrainerRun) -> str:
+            return "it diverged" if run.layout == "tp=2" else ""
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(run_cells, "_Trainers", Proved)
+    monkeypatch.setattr(vllm_models, "command", lambda: (Path("/bin/false"), {}))
+    cells = [Cell("vllm", kind, trainer=trainer) for kind in ("qwen2", "qwen3") for trainer in ("tp=1", "tp=2")]
+    found = {outcome.cell: outcome.says for outcome in run_cells.run_cells(cells, tmp_path)}
+    assert list(map(found.get, cells[1::2])) == ["failed: trainer: it diverged"] * 2
+    assert all(found[cell].startswith("failed: ") for cell in cells[::2]), found

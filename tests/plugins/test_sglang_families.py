@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.cells import LAYERS, Cell, Outcome
 from tests.support.refusals import is_expected
-from tests.support.run_cells import run_cells
+from tests.support.run_cells import clear, run_cells
 from tests.support.sglang_cells import MUTATED, SHORT, TABLE
 
 ALL = os.environ.get("AWEX_ALL_CELLS", "") not in ("", "0")
@@ -26,7 +26,9 @@ Outcomes = Mapping[Cell, Outcome]
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     cells = [*EQUAL, *MUTATED]
-    found = {outcome.cell: outcome for outcome in run_cells(cells, tmp_path_factory.mktemp("cells"))}
+    folder = tmp_path_factory.mktemp("cells")
+    found = {outcome.cell: outcome for outcome in run_cells(cells, folder)}
+    clear(folder)
     assert found.keys() == {*cells}
     return found
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.cells import Cell, Outcome
 from tests.support.refusals import is_expected
-from tests.support.run_cells import run_cells
+from tests.support.run_cells import clear, run_cells
 from tests.support.vllm_cells import MISMATCHED, MUTATED, SHORT, TABLE
 
 ALL = os.environ.get("AWEX_ALL_CELLS", "") not in ("", "0")
@@ -27,7 +27,9 @@ Outcomes = Mapping[Cell, Outcome]
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     cells = [*EQUAL, *MUTATED, *OTHER]
-    found = {outcome.cell: outcome for outcome in run_cells(cells, tmp_path_factory.mktemp("cells"))}
+    folder = tmp_path_factory.mktemp("cells")
+    found = {outcome.cell: outcome for outcome in run_cells(cells, folder)}
+    clear(folder)
     assert found.keys() == {*cells}
     return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 SEEDS = (1, 2)
-"""Of the two checkpoints that an engine is given in turn; the second is what it is compared with."""
+"""Of the two checkpoints that an engine is given in turn, and compared with."""
 
 LAYERS = 3
 """An odd number, so that pipeline stages differ in size."""

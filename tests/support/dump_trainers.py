@@ -233,7 +233,9 @@ def make_checkpoints(weights: Weights, folder: Path) -> None:
         path = weights.checkpoint(folder, seed)
         make_family(path, weights.kind, dtype=weights.dtype, seed=seed, quantise=weights.quantised, **weights.fields)
         made.append(load_file(path / "model.safetensors"))
-    same = [name for name, tensor in made[0].items() if not difference(tensor, made[1][name])]
+    # A scale comes from one maximum in bfloat16, of which few are likely.
+    weighty = [(name, tensor) for name, tensor in made[0].items() if "weight_scale" not in name]
+    same = [name for name, tensor in weighty if not difference(tensor, made[1][name])]
     if same:
         raise AssertionError(f"the checkpoints of {weights} have the same {same[:5]}")
 

@@ -5,10 +5,10 @@
 This process imports the engine once. For each model one process a rank is
 forked twice, and meets the others over gloo:
 
-    fresh     loads the last checkpoint by the engine's own loader, and writes down all tensors; imports no awex code
+    fresh     loads a checkpoint by the engine's own loader, and writes down all tensors; imports no awex code
     follower  is built on other weights (vLLM's on noise, where it can be), and is updated from one trainer
-              after another, each first with the one checkpoint and then with the other; after each trainer
-              every tensor is compared, byte by byte, and has to be where it was
+              after another, each first with the one checkpoint and then with the other; each time every
+              tensor is compared, byte by byte, and after each trainer it has to be where it was
 
 What travels, and how, is other tests' business; the plan, the copies and the digest are real.
 """
@@ -54,15 +54,14 @@ class Cells:
         return [outcome.to_json() for outcome in self._update(chosen)]
 
     def _load(self, cell: Cell) -> dict[str, str] | None:
-        """See that the fresh load's tensors are there; else why they are not, as a field of an ``Outcome``."""
-        ranks = range(cell.layout.world)
-        dumps = [self._fresh(cell, rank) for rank in ranks]
+        """See that the fresh loads' tensors are there; else why they are not, as a field of an ``Outcome``."""
+        dumps = [self._fresh(cell, seed, rank) for seed in SEEDS for rank in range(cell.layout.world)]
         refusals = [dump.with_suffix(".txt") for dump in dumps]
         fault = None
         if not any(file.exists() for file in [*dumps, *refusals]):
             dumps[0].parent.mkdir(parents=True, exist_ok=True)
-            _, places = self._places(cell)
-            fault = run_forked([functools.partial(self._be_fresh, cell, place) for place in places], self.limit_s)
+            works = [functools.partial(self._be_fresh, cell, seed, p) for seed in SEEDS for p in self._places(cell)[1]]
+            fault = run_forked(works, self.limit_s)
         refused = next((file.read_text() for file in refusals if file.exists()), "")
         if refused:
             return {"refused": NOT_LOADED + refused}
@@ -70,15 +69,13 @@ class Cells:
             return {"failed": f"fresh load: {fault.what}"}
         return None if all(map(Path.exists, dumps)) else {"failed": "fresh load: it failed before"}
 
-    def _fresh(self, cell: Cell, rank: int) -> Path:
-        return self.folder / "fresh" / f"{cell}-{rank}.pt".replace(" ", "-")
+    def _fresh(self, cell: Cell, seed: int, rank: int) -> Path:
+        return self.folder / "fresh" / f"{cell}-{seed}-{rank}.pt".replace(" ", "-")
 
-    def _be_fresh(self, cell: Cell, place: Place) -> None:
-        dump = self._fresh(cell, place.rank)
+    def _be_fresh(self, cell: Cell, seed: int, place: Place) -> None:
+        dump = self._fresh(cell, seed, place.rank)
         try:
-            with self.engine.built(
-                cell, cell.weights.checkpoint(self.folder, SEEDS[-1]), place, follows=False
-            ) as built:
+            with self.engine.built(cell, cell.weights.checkpoint(self.folder, seed), place, follows=False) as built:
                 tensors = {name: tensor.contiguous().clone() for name, tensor in built.tensors().items()}
         except Exception as error:
             dump.with_suffix(".txt").write_text(first_line(error))
@@ -109,6 +106,9 @@ class Cells:
                     yield merge(cell, mine)
                 else:
                     again.append(cell)
+            if len(again) == len(left):
+                yield from (Outcome(cell, failed=fault.what if fault else "it ended early") for cell in again)
+                return
             left = again
 
     def _places(self, cell: Cell) -> tuple[Path, list[Place]]:
@@ -138,7 +138,7 @@ class Cells:
         from tests.support.follow import DumpedTrainer, follow
 
         worker = built.worker()
-        expected = torch.load(self._fresh(cells[0].fresh, rank))
+        expected = {seed: torch.load(self._fresh(cells[0].fresh, seed, rank)) for seed in SEEDS}
         for cell in cells:
             begun = time.perf_counter()
             try:
@@ -157,7 +157,8 @@ class _CellFailed(Exception):
 
 
 def _read(answers: Path) -> list[Outcome]:
-    return [Outcome.from_json(line) for line in answers.read_text().splitlines()] if answers.exists() else []
+    lines = answers.read_text().splitlines(keepends=True) if answers.exists() else []
+    return [Outcome.from_json(line) for line in lines if line.endswith("\n")]  # one may be cut off by a kill
 
 
 def _first_failed(outcomes: Sequence[Outcome]) -> int:

@@ -57,10 +57,11 @@ class DumpedTrainer:
 
 
 def follow(
-    cell: Cell, rank: int, built: Built, worker: WorkerModel, trainer: DumpedTrainer, expected: Tensors
+    cell: Cell, rank: int, built: Built, worker: WorkerModel, trainer: DumpedTrainer, expected: Mapping[int, Tensors]
 ) -> Outcome:
-    """Give a model each version of a trainer in turn; every tensor must then be as ``expected``, where it was before.
+    """Give a model each version of a trainer in turn; every tensor must be as ``expected`` of it, where it was before.
 
+    Both versions are compared: what a trainer never reaches may hold the last version of the one before it.
     Collective over the engine's ranks.
     """
     sources = index_sources(trainer.layouts)
@@ -85,18 +86,20 @@ def follow(
     elif cell.mutation:
         traced = MUTATIONS[cell.mutation](traced)
     begun = time.perf_counter()
+    differences: list[str] = []
     for seed in SEEDS:
         _receive(worker, traced, sources, trainer.memories(seed), rank)
-    found = built.tensors()
+        differences += [f"{found} in version {seed}" for found in _different(built.tensors(), expected[seed])]
     seconds["update"] = time.perf_counter() - begun
-    differences = _moved(before, _places(found)) + _different(found, expected)
+    differences += _moved(before, _places(built.tensors()))
+    held = expected[SEEDS[-1]]
     return Outcome(
         cell,
         differences=tuple(f"rank {rank} {difference}" for difference in differences),
         loader_path=tuple(f"{module.name}: {module.reason}" for module in traced.loader_path),
         loader_path_share=traced.loader_path_nbytes / max(traced.layout.nbytes, 1),
-        tensors=len(expected),
-        derived=sum(".@" in name for name in expected),
+        tensors=len(held),
+        derived=sum(".@" in name for name in held),
         seconds=seconds,
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -27,9 +29,10 @@ class _Trainers:
             environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}", "HF_HUB_OFFLINE": "1"}
             command = [sys.executable, "-m", "tests.support.dump_trainers", str(folder)]
             self._child = Child(command, folder / "trainers.log", environment)
-        for run in self._left:
-            assert self._child is not None
-            self._child.send("dump", run=asdict(run))
+        with contextlib.suppress(BrokenPipeError):  # that it has ended is for ``fault`` to say
+            for run in self._left:
+                assert self._child is not None
+                self._child.send("dump", run=asdict(run))
 
     def fault(self, run: TrainerRun) -> str:
         """Wait for a trainer; returns what went wrong, if anything did."""
@@ -65,7 +68,7 @@ class _Engine:
         limit_s = (len(cells) + 2) * 2 * LIMIT_S  # above all limits inside
         try:
             lines = self._child.ask("follow", limit_s, cells=[asdict(cell) for cell in cells])
-        except ChildError as error:
+        except (ChildError, BrokenPipeError) as error:
             self.close()
             self._child = self._start()
             return [Outcome(cell, failed=str(error).splitlines()[0]) for cell in cells]
@@ -100,3 +103,10 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> Iterator[Outcome]:
         trainers.close()
         if engine is not None:
             engine.close()
+
+
+def clear(folder: Path) -> None:
+    """Remove what ``run_cells`` left, but for the logs: hundreds of megabytes."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)

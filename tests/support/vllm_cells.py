@@ -68,7 +68,7 @@ SHORT = [
     *(Cell("deepseek-mla", TP1, trainer) for trainer in ("checkpoint", "pp=2,ep=2,dp=2")),
     *(Cell("gpt-oss", TP2, trainer) for trainer in ("checkpoint", "fsdp=2")),
     *(Cell("glm4.5-moe", EP2, trainer) for trainer in ("checkpoint", "tp=2,ep=2", "tp=2,etp=2")),
-    *(Cell("gemma3", PP2, trainer) for trainer in ("checkpoint", "fsdp=2")),
+    *(Cell("gemma3", PP2, trainer) for trainer in ("checkpoint", "fsdp=2", "fsdp=2,float32")),
     Cell("qwen3", quantised="int8"),
     Cell("qwen3-moe", online="fp8_per_tensor"),
     Cell("qwen3", TP2, "tp=2,pp=2", quantised="block-fp8", sizes=_WIDE),
