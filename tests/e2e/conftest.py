@@ -57,12 +57,13 @@ class Stages(Generic[Stage]):
 
     def take(self, case: object) -> Stage:
         """The parts of ``case``, running; those of the cases before it end."""
-        for name in list(self._stages):
-            if name != str(case) and name in self._taken:
-                self._end(name)
-        self._taken.add(str(case))
+        if str(case) in self._taken:
+            return self._stages[str(case)]
+        for name in self._taken & self._stages.keys():
+            self._end(name)
         stage = self._started(case)
         stage.wait()
+        self._taken.add(str(case))
         after = self._cases.index(case) + 1
         for following in self._cases[after : after + 1]:
             self._started(following)

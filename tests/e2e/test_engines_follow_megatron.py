@@ -149,7 +149,9 @@ def _write_with_requests_in_flight(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Write a version while two clients send one request after another, so that some are in flight all the time."""
     stage.server.complete(PROMPT)
-    assert stage.server.complete(PROMPT)["cached"] > 0, "the prefix cache is not in use: its reset would prove nothing"
+    # vLLM has no prefix cache for latent attention on a CPU; elsewhere, without one in use, its reset proves nothing.
+    uncached = (stage.case.engine, stage.case.kind) == ("vllm", "deepseek-mla")
+    assert (stage.server.complete(PROMPT)["cached"] == 0) == uncached
     written = threading.Event()
 
     def keep_asking(seed: int) -> list[dict[str, Any]]:
