@@ -27,7 +27,7 @@ def trace() -> list[Figure]:
     return [
         Figure("trace", round(found["trace_s"], 2), 30.0, "lower", "s", note),
         Figure("trace_cpu", round(found["cpu_s"], 2), None, "lower", "s", "processor time of the same"),
-        Figure("trace_again", round(found["again_s"], 2), 5.0, "lower", "s", "by a worker that finds the layout it kept"),
+        Figure("trace_again", round(found["again_s"], 2), 5.0, "lower", "s", "by a worker that finds what it kept"),
         Figure("tensors", found["tensors"], None, "higher", "", "Hugging Face names of Qwen3-235B-A22B"),
     ]
 
