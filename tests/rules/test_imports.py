@@ -27,7 +27,12 @@ ARROWS = {
 
 STAGES = set(ARROWS)
 
-MAY_IMPORT_TORCH = {"awex_core.layout.live", "awex_core.layout.trace"}
+MAY_IMPORT_TORCH = {
+    "awex_core.layout.live",
+    "awex_core.layout.trace",
+    "awex_core.layout.trace_cache",
+    "awex_core.layout.structure",
+}
 """The modules of the pure stages that meet live tensors; their packages import them on first use only."""
 
 
