@@ -6,12 +6,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from awex_core.commit.modes import VerifyMode
 from awex_core.errors import ConfigError
 from awex_core.pairing import TransportName
 from awex_core.token import require_token
+
+SnapshotMode = Literal["wait", "replace"]
 
 _NAMES = {
     "AWEX_META_SERVER": "meta_server",
@@ -22,6 +24,7 @@ _NAMES = {
     "AWEX_CONNECT_TIMEOUT": "connect_timeout_s",
     "AWEX_BUCKET_BYTES": "bucket_nbytes",
     "AWEX_CATCH_UP": "catch_up",
+    "AWEX_SNAPSHOT": "snapshot",
 }
 
 
@@ -47,6 +50,8 @@ class SyncConfig:
     """Size of one staging bucket of packed transports."""
     catch_up: bool = True
     """Whether an engine that is behind takes a newer version from another engine, between the trainer's."""
+    snapshot: SnapshotMode = "wait"
+    """What publishing without blocking does while engines need the last copy: ``wait``, or ``replace`` it if unread."""
 
     def __post_init__(self) -> None:
         host, _, port = self.meta_server.rpartition(":")
@@ -54,6 +59,7 @@ class SyncConfig:
             raise ConfigError(f"meta server address {self.meta_server!r} is not HOST:PORT, for example 127.0.0.1:8900")
         _check_choice("transport", self.transport, get_args(TransportName))
         _check_choice("verify", self.verify, get_args(VerifyMode))
+        _check_choice("snapshot", self.snapshot, get_args(SnapshotMode))
         for name in ("sync_timeout_s", "connect_timeout_s", "bucket_nbytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")

@@ -350,7 +350,8 @@ class WeightReader:
 
     def _ensure_session(self, update: _Update, traced: TracedModel, deadline: Deadline) -> ReaderSession:
         sync = update.sync
-        key = SessionKey(sync.version.epoch, self.engine, sync.engines[self.engine].generation, update.copy)
+        generation, snapshot = sync.engines[self.engine].generation, any(w.snapshot for w in update.writers)
+        key = SessionKey(sync.version.epoch, self.engine, generation, update.copy, snapshot)
         if self._session is not None and self._session.key == key:
             return self._session
         self._close_session()

@@ -68,10 +68,13 @@ class SessionKey:
     generation: int
     copy: str = ""
     """Which copy it belongs to, when the other end is not the trainer."""
+    snapshot: bool = False
+    """Whether the writers publish from a snapshot: other memory, so another session."""
 
     def path(self, *parts: object) -> str:
         """A key of the meta server's small values."""
-        whose = (self.epoch, self.engine, self.generation, *([self.copy] if self.copy else []))
+        particular = [self.copy] if self.copy else ["snapshot"] if self.snapshot else []
+        whose = (self.epoch, self.engine, self.generation, *particular)
         return "/".join(map(str, (parts[0], *whose, *parts[1:])))
 
 

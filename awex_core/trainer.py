@@ -12,7 +12,7 @@ import itertools
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout, decode_manifest, encode_layout, encode_manifest
 from awex_core.quantize import BlockFormat, BlockQuantizer
+from awex_core.snapshot import PendingSync
 from awex_core.writer import SyncResult, WeightWriter
 
 
@@ -50,7 +51,13 @@ class WeightSync:
         self.writer = writer
         self._settle = settle
 
-    def write_weights(self, version: int, **options: Any) -> SyncResult:
+    @overload
+    def write_weights(self, version: int, *, blocking: Literal[True] = True, **options: Any) -> SyncResult: ...
+
+    @overload
+    def write_weights(self, version: int, *, blocking: Literal[False], **options: Any) -> PendingSync: ...
+
+    def write_weights(self, version: int, *, blocking: bool = True, **options: Any) -> SyncResult | PendingSync:
         """Publish the parameters as they are now. Every rank calls it, with the same version.
 
         ``options`` and result are those of ``WeightWriter.write_weights``; so are its errors, besides:
@@ -59,7 +66,9 @@ class WeightSync:
             LayoutError: parameters have moved since ``attach``.
         """
         self._settle()
-        return self.writer.write_weights(version, **options)
+        if blocking:
+            return self.writer.write_weights(version, **options)
+        return self.writer.write_weights(version, blocking=False, **options)
 
     def wait_for_engines(self, count: int, *, timeout_s: float) -> list[str]:
         """Wait until ``count`` engines are live; returns their names."""

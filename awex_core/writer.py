@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Literal, overload
 
 import msgspec
 
@@ -23,6 +24,7 @@ from awex_core.meta.messages import EngineView, JobView, Process, SyncView, Writ
 from awex_core.plan import CopyProgram, SourceIndex, check_patterns, index_sources
 from awex_core.process import this_process
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
+from awex_core.snapshot import PendingSync, Snapshot
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.shm import ShmExport
 from awex_core.version import Version
@@ -46,13 +48,16 @@ class SyncResult:
     failed: dict[str, str] = field(default_factory=dict)
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
+    superseded: bool = False
+    """Newer weights were published before any engine had begun to receive these."""
 
 
 class WeightWriter:
     """One trainer rank. Every rank makes one and calls ``write_weights`` with the same numbers.
 
-    Synchronous: ``write_weights`` holds the trainer until every engine has
-    committed or failed, so nobody reads a parameter that training is changing.
+    ``write_weights`` holds the trainer until every engine has committed or failed,
+    so that nobody reads a parameter that training is changing; or, without
+    blocking, until the weights are copied.
     """
 
     def __init__(
@@ -82,7 +87,10 @@ class WeightWriter:
             MetaServerError: the meta server cannot be reached or refuses this rank.
         """
         check_memory(layout, memory)
-        self.layout, self.memory, self.config = layout, memory, config
+        self.layout, self.config = layout, config
+        self.memory = memory  # what is published: the live weights, or from the first snapshot on, that
+        self._live = memory
+        self._snapshot: Snapshot | None = None
         self.rank, self.world, self.run = rank, world, run
         self._client = MetaClient(config.meta_server, config.job, config.token, timeout_s=config.connect_timeout_s)
         device = _device_of(memory)
@@ -98,6 +106,8 @@ class WeightWriter:
         self._sessions: dict[str, WriterSession] = {}
         self._digest_programs: dict[str, CopyProgram] = {}
         self._digest_lock = Lock()
+        self._pending: PendingSync | None = None
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="awex-publish")
 
     def _info(self) -> WriterInfo:
         # Blobs are put again at every join: a meta server that was restarted has lost them.
@@ -110,6 +120,7 @@ class WeightWriter:
             layout=self._client.put_blob(encode_layout(self.layout)),
             endpoint=self._client.put_blob(endpoint),
             manifest=self._client.put_blob(encode_manifest(self._manifest)),
+            snapshot=self._snapshot is not None,
         )
 
     def _wait_for_run(self) -> None:
@@ -122,6 +133,7 @@ class WeightWriter:
         what = f"all {self.world} writer ranks of run {self.run} to join"
         self._client.wait_for(formed, timeout_s=self.config.sync_timeout_s, what=what)
 
+    @overload
     def write_weights(
         self,
         number: int,
@@ -130,8 +142,32 @@ class WeightWriter:
         verify: VerifyMode | None = None,
         timeout_s: float | None = None,
         only: Collection[str] = (),
-    ) -> SyncResult:
-        """Publish the current weights as version ``number`` and hold until every engine is done with it.
+        blocking: Literal[True] = True,
+    ) -> SyncResult: ...
+
+    @overload
+    def write_weights(
+        self,
+        number: int,
+        *,
+        quorum: int | None = None,
+        verify: VerifyMode | None = None,
+        timeout_s: float | None = None,
+        only: Collection[str] = (),
+        blocking: Literal[False],
+    ) -> PendingSync: ...
+
+    def write_weights(
+        self,
+        number: int,
+        *,
+        quorum: int | None = None,
+        verify: VerifyMode | None = None,
+        timeout_s: float | None = None,
+        only: Collection[str] = (),
+        blocking: bool = True,
+    ) -> SyncResult | PendingSync:
+        """Publish the current weights as version ``number``.
 
         Args:
             number: must rise from call to call; the same on every rank.
@@ -141,17 +177,39 @@ class WeightWriter:
             only: a partial update: names or patterns (``model.layers.3.*``) of the tensors that may have changed
                 since the last call; the same on every rank. Engines that serve the version of that call get only
                 these, others everything; the digest covers the whole model either way.
+            blocking: hold until every engine is done with the version. Otherwise the weights are copied, and
+                engines pull from the copy while training goes on; the same on every rank. Takes as much memory
+                again, from the first such call on. There is one copy: if engines still need it, the configuration
+                (``SyncConfig.snapshot``) says whether this call waits or, where no engine has begun, replaces it.
 
         Raises:
             ConfigError: a pattern in ``only`` matches no tensor.
             Fenced: the number is not new, or another run of the trainer has taken over.
-            SyncFailed: fewer engines than the quorum committed; ``failed`` says why each did not.
+            SyncFailed: fewer engines than the quorum committed; ``failed`` says why each did not. Also for an earlier
+                version that was published without blocking, if nobody has asked for its result; nothing is published
+                then.
             SyncTimeout: the outcome could not be learned within the limit; names who was waited for.
+            TransferError: no memory for the copy.
         """
         begun = time.monotonic()
         limit = timeout_s if timeout_s is not None else self.config.sync_timeout_s
         self._leases.check(self._process.incarnation)
-        self._announce(number, limit, verify or self.config.verify, check_patterns(only, self._manifest))
+        patterns = check_patterns(only, self._manifest)
+        self._free_snapshot()
+        if not blocking and self._snapshot is None:
+            self._publish_from(Snapshot(self._live))
+        if self._snapshot is not None:
+            self._snapshot.take()
+        self._announce(number, limit, verify or self.config.verify, patterns)
+        if blocking:
+            return self._publish(number, quorum, limit, begun)
+        outcome = self._background.submit(self._publish, number, quorum, limit, begun)
+        # Two phases (gathering, and from there to the last commit), and what is added to each.
+        self._pending = PendingSync(number, outcome, 2 * (limit + 2 * _GRACE_S))
+        return self._pending
+
+    def _publish(self, number: int, quorum: int | None, limit: float, begun: float) -> SyncResult:
+        """Serve an announced version and hold until every engine is done with it."""
         view = self._wait(number, lambda sync: sync.state != "gathering", limit, "the other writer ranks")
         sync = _sync_of(view, number)
         if sync.state == "open":
@@ -159,6 +217,25 @@ class WeightWriter:
             what = f"engines to commit version {sync.version}"
             view = self._wait(number, lambda sync: sync.state == "done", sync.remaining_s, what)
         return self._result(_sync_of(view, number), quorum, time.monotonic() - begun)
+
+    def _free_snapshot(self) -> None:
+        """Wait until no engine needs the snapshot, or end its version unread."""
+        pending = self._pending
+        if pending is None:
+            return
+        if self.config.snapshot == "replace" and not pending.done():
+            reply = self._client.supersede(self._process.incarnation, pending.number)
+            if not reply.accepted:
+                logger.info("awex: version %d is not replaced but waited for: %s", pending.number, reply.reason)
+        pending.release()
+        self._pending = None
+
+    def _publish_from(self, snapshot: Snapshot) -> None:
+        """From now on engines pull from a snapshot; they learn so with the next version."""
+        self._snapshot, self.memory = snapshot, snapshot.memory
+        if self._export is not None:
+            self._export = ShmExport(snapshot.memory)
+        self._client.join_writer(self._info())
 
     def _announce(self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...]) -> None:
         incarnation = self._process.incarnation
@@ -218,7 +295,8 @@ class WeightWriter:
         self, engine: str, view: JobView, sync: SyncView, sources: SourceIndex, deadline: Deadline
     ) -> WriterSession | None:
         """The session with this engine; None when the engine gave up before it had planned."""
-        key = SessionKey(sync.version.epoch, engine, sync.engines[engine].generation)
+        snapshot = any(writer.snapshot for writer in view.writers)
+        key = SessionKey(sync.version.epoch, engine, sync.engines[engine].generation, snapshot=snapshot)
         known = self._sessions.get(engine)
         if known is not None and known.key == key:
             return known
@@ -303,7 +381,10 @@ class WeightWriter:
             failed=failed,
             figures={name: dict(engine.figures) for name, engine in sync.engines.items()},
             seconds=seconds,
+            superseded=sync.superseded,
         )
+        if sync.superseded:
+            return result
         if sync.reason:
             raise SyncFailed(f"version {sync.version} failed: {sync.reason}", failed)
         if len(committed) < wanted:
@@ -328,7 +409,13 @@ class WeightWriter:
             raise SyncTimeout(f"{error}; live: {', '.join(seen) or 'none'}") from error
 
     def close(self) -> None:
-        """Leave the job. Engines keep serving the version they have."""
+        """Leave the job, once engines are done with the snapshot. Engines keep serving the version they have."""
+        if self._pending is not None:
+            try:
+                self._pending.release()
+            except AwexError as error:
+                logger.error("awex: version %d, published without blocking: %s", self._pending.number, error)
+        self._background.shutdown()
         for engine in list(self._sessions):
             self._drop(engine)
         self._leases.close()

@@ -48,6 +48,7 @@ from awex_core.meta.messages import (
     ReportSender,
     ReportWorker,
     SetEngineState,
+    Supersede,
     Watch,
     WorkerInfo,
     WriterInfo,
@@ -246,6 +247,10 @@ class MetaClient:
         """This writer rank, or this worker of another engine, could not serve ``engine``."""
         message = ReportSender(incarnation=incarnation, version=version, engine=engine, reason=reason, lender=lender)
         return self._post(message, ReportReply)
+
+    def supersede(self, incarnation: str, number: int) -> ReportReply:
+        """End version ``number`` unless an engine has begun to receive it; not accepted if one has."""
+        return self._post(Supersede(incarnation=incarnation, number=number), ReportReply)
 
     # From engine to engine
 

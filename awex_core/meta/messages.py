@@ -54,6 +54,8 @@ class WriterInfo(_Message, frozen=True):
     endpoint: str
     manifest: str
     """Blob hash of the list of canonical tensors of the whole model."""
+    snapshot: bool = False
+    """Whether ``endpoint`` is a copy of its weights, no longer the weights themselves."""
 
 
 class WorkerInfo(_Message, frozen=True):
@@ -126,6 +128,8 @@ class SyncView(_Message, frozen=True):
     only: list[str] = []
     """Patterns of the tensors that may differ from those of version ``base``; none: all may."""
     base: Version = INITIAL
+    superseded: bool = False
+    """Ended unread, in favour of newer weights."""
 
 
 class CopyView(_Message, frozen=True):
@@ -267,6 +271,13 @@ class ReportSender(_Message, frozen=True):
     engine: str
     reason: str
     lender: bool = False
+
+
+class Supersede(_Message, frozen=True):
+    """A writer rank has newer weights than version ``number``, and would like to publish those instead."""
+
+    incarnation: str
+    number: int
 
 
 class ReportReply(_Message, frozen=True):

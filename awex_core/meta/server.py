@@ -72,6 +72,7 @@ _REQUESTS: dict[str, type[msgspec.Struct]] = {
     "report_worker": messages.ReportWorker,
     "report_engine": messages.ReportEngine,
     "report_sender": messages.ReportSender,
+    "supersede": messages.Supersede,
     "set_engine_state": messages.SetEngineState,
     "ask_copy": messages.AskCopy,
     "lend": messages.Lend,

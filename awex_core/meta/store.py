@@ -43,6 +43,7 @@ from awex_core.meta.messages import (
     ReportSender,
     ReportWorker,
     SetEngineState,
+    Supersede,
     WorkerInfo,
     WriterInfo,
 )
@@ -192,6 +193,22 @@ class JobStore:
         if isinstance(sync, str):
             return ReportReply(accepted=False, reason=sync)
         return sync.hear_sender(info, message)
+
+    def supersede(self, message: Supersede, now: float) -> ReportReply:
+        """End a version that no engine has begun to receive: the caller's rank has newer weights to publish.
+
+        Not accepted once an engine has begun: its bytes must stay as they are until it is done.
+        """
+        self._begin(now)
+        self._runs.writing(message.incarnation)
+        sync = self._versions.sync
+        if sync is None or sync.version.number != message.number:
+            return ReportReply(accepted=True)  # over long ago
+        reading = sync.reading()
+        if reading:
+            return ReportReply(accepted=False, reason=f"engine(s) {', '.join(reading)} have begun to receive it")
+        sync.supersede()
+        return ReportReply(accepted=True)
 
     def _report_lender(self, message: ReportSender) -> ReportReply:
         info = self._members.there(self._members.workers, "worker", message.incarnation).info

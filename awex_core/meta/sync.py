@@ -54,6 +54,7 @@ class Sync:
     reported: dict[str, set[int]] = field(default_factory=dict)
     digests: dict[str, dict[int, bytes]] = field(default_factory=dict)
     reason: str = ""
+    superseded: bool = False
 
     def view(self, now: float) -> SyncView:
         return SyncView(
@@ -67,6 +68,7 @@ class Sync:
             base=self.base or INITIAL,
             remaining_s=0.0 if self.state == "done" else max(0.0, self.deadline - now),
             reason=self.reason,
+            superseded=self.superseded,
         )
 
     def _shown(self, name: str) -> EngineSync:
@@ -124,6 +126,23 @@ class Sync:
             self.fail(name, reason)
         self.state, self.reason = "done", reason[:MAX_REASON]
         self.pulse.changed()
+
+    def reading(self) -> list[str]:
+        """The engines that may be reading the writers' memory, of which one without a controller gives no notice."""
+        return [
+            name
+            for name in self.pending()
+            if self.parts[name].outcome == "updating" or not self._controlled(name) or self.reported.get(name)
+        ]
+
+    def _controlled(self, name: str) -> bool:
+        return name in self.engines and self.engines[name].controlled
+
+    def supersede(self) -> None:
+        """End it in favour of newer weights."""
+        if self.state != "done":
+            self.superseded = True
+            self.end("newer weights were published before any engine had begun to receive these")
 
     def apply_deadline(self, now: float) -> None:
         """End what takes longer than it may."""

@@ -124,16 +124,23 @@ class WeightSyncCallback:
 
     Takes part in the callbacks of Megatron-LM and Megatron-Bridge, which hand
     over a context with ``model`` (list of chunks) and ``optimizer``; it derives
-    from neither. Versions count syncs from 1.
+    from neither. Versions count syncs from 1. Without ``blocking``, training
+    goes on while engines pull from a copy of the weights.
     """
 
     def __init__(
-        self, config: SyncConfig | None = None, *, hf_config: Any, interval: int = 1, family: str | None = None
+        self,
+        config: SyncConfig | None = None,
+        *,
+        hf_config: Any,
+        interval: int = 1,
+        family: str | None = None,
+        blocking: bool = True,
     ) -> None:
         if interval < 1:
             raise ConfigError(f"interval is {interval}; the number of steps between two syncs is at least 1")
         self._config, self._hf_config, self._family = config, hf_config, family
-        self._interval = interval
+        self._interval, self._blocking = interval, blocking
         self._steps = 0
         self._sync: WeightSync | None = None
 
@@ -149,7 +156,12 @@ class WeightSyncCallback:
         if not args.weight_sync_hf_config:
             raise ConfigError("--weight-sync-backend awex needs --weight-sync-hf-config PATH")
         config = SyncConfig.from_env(meta_server=args.weight_sync_meta_server, job=args.weight_sync_job)
-        return cls(config, hf_config=args.weight_sync_hf_config, interval=args.weight_sync_interval)
+        return cls(
+            config,
+            hf_config=args.weight_sync_hf_config,
+            interval=args.weight_sync_interval,
+            blocking=not args.weight_sync_async,
+        )
 
     def on_train_start(self, context: Any) -> None:
         """Attach, so that a model that cannot be published fails before it is trained."""
@@ -169,7 +181,11 @@ class WeightSyncCallback:
         """Count one training step, and publish if it is time. For loops without callbacks."""
         self._steps += 1
         if self._steps % self._interval == 0:
-            self._attach(model_chunks, optimizer).write_weights(self._steps // self._interval)
+            sync, version = self._attach(model_chunks, optimizer), self._steps // self._interval
+            if self._blocking:
+                sync.write_weights(version)
+            else:  # a failure is raised with the next version
+                sync.write_weights(version, blocking=False)
 
     def _attach(self, model_chunks: Any, optimizer: Any) -> WeightSync:
         if self._sync is None:
@@ -203,6 +219,9 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     group.add_argument("--weight-sync-backend", choices=["awex"], default=None, help="publish weights to engines")
     group.add_argument("--weight-sync-meta-server", metavar="HOST:PORT", default=None, help="the job's meta server")
     group.add_argument("--weight-sync-interval", type=int, default=1, metavar="STEPS", help="steps between two syncs")
+    group.add_argument(
+        "--weight-sync-async", action="store_true", help="train on while engines pull from a copy of the weights"
+    )
     group.add_argument("--weight-sync-job", default=None, help="name of the job on the meta server")
     group.add_argument(
         "--weight-sync-hf-config",

@@ -430,6 +430,33 @@ def test_the_outcome_of_a_version_is_seen_when_a_rank_has_gone_on():
     assert "no room" in view.last.engines["e"].reason and view.last.digests == {}
 
 
+def test_a_version_that_no_engine_has_begun_may_be_superseded():
+    store = open_store(engines=("e", "f"))
+    assert store.supersede(m.Supersede("run1-w0", 1), 0).accepted
+    sync = sync_of(store)
+    assert (sync.state, sync.superseded) == ("done", True)
+    assert {part.outcome for part in sync.engines.values()} == {"failed"}
+    assert store.supersede(m.Supersede("run1-w0", 1), 0).accepted  # another rank asks too
+    store.announce(announce(number=2), 0)
+    assert not sync_of(store).superseded
+
+
+def test_a_version_that_an_engine_has_begun_is_not_superseded():
+    store = open_store(engines=("e", "f"))
+    store.report_engine(report("updating", "f"), 0)
+    reply = store.supersede(m.Supersede("run1-w0", 1), 0)
+    assert not reply.accepted and "engine(s) f" in reply.reason
+    assert sync_of(store).state == "open"
+
+
+def test_an_engine_without_a_controller_may_have_begun():
+    store = new_store()
+    store.join_writer(writer(), 0)
+    store.join_worker(worker(controlled=False), 0)
+    store.announce(announce(), 0)
+    assert not store.supersede(m.Supersede("run1-w0", 1), 0).accepted
+
+
 def test_an_engine_commits():
     store = open_store()
     store.set_engine_state(m.SetEngineState(incarnation="e-c1", state="torn", version=Version(), reason="x"), 0)

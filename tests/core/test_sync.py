@@ -18,12 +18,13 @@ import torch
 
 from awex_core.config import SyncConfig
 from awex_core.engine import LoaderPathModule
-from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout
+from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout, TransferError
 from awex_core.layout.live import ShardCollector
 from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
 from awex_core.session import ReaderSession
+from awex_core.snapshot import PendingSync
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
 from awex_core.version import INITIAL, Version
 from awex_core.writer import SyncResult, WeightWriter
@@ -794,3 +795,159 @@ def test_workers_let_go_when_the_meta_server_is_lost_while_they_connect(
     for future in futures:
         with pytest.raises((MetaServerError, SyncTimeout)):
             future.result(40)
+
+
+# Publishing without blocking
+
+
+class Gate:
+    """Keeps an engine where a call of its host or controller begins, until opened."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._open = asyncio.Event()
+        self.reached = threading.Event()
+        original = getattr(owner, name)
+
+        async def gated(*given: Any) -> Any:
+            self.reached.set()
+            await self._open.wait()
+            return await original(*given)
+
+        setattr(owner, name, gated)
+
+    def open(self, loop: Loop) -> None:
+        async def open_it() -> None:
+            self._open.set()
+
+        loop.run(open_it())
+
+
+def publish_and_go_on(trainer: Trainer, number: int, **options: Any) -> list[PendingSync]:
+    """Every rank publishes what it holds and has trained on before anything was pulled."""
+    return [future.result(60) for future in trainer.start(number, blocking=False, **options)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("transport", ["shm", "nccl"])
+def test_engines_get_the_weights_of_the_call_while_training_goes_on(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], transport: Any
+) -> None:
+    config = replace(config, transport=transport)
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer(config=config)
+    trainer.write(1)
+    for number in (2, 3):
+        gate = Gate(engine, "pause")
+        trainer.train(number)
+        published = trainer.weights
+        pending = publish_and_go_on(trainer, number)
+        trainer.train(100 + number)
+        assert gate.reached.wait(30) and not any(version.done() for version in pending)
+        gate.open(loop)
+        assert [version.result().committed for version in pending] == [("e",)] * 2
+        assert holds(engine, published) and not holds(engine, trainer.weights)
+    # From here on blocking calls publish from the same copy, and partial ones too.
+    assert trainer.write(4).committed == ("e",)
+    assert holds(engine, trainer.weights)
+    change(trainer, "model.up.weight")
+    (first, _) = publish_and_go_on(trainer, 5, only=["model.up.weight"])
+    assert first.result().figures["e"]["moved_nbytes"] == trainer.weights["model.up.weight"].numel() * 4
+    assert holds(engine, trainer.weights)
+
+
+def test_a_newer_version_waits_until_the_copy_is_free(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    engine = loop.engine("e", 1, config)
+    gate = Gate(engine, "pause")
+    trainer = make_trainer()
+    first = publish_and_go_on(trainer, 1)
+    trainer.train(2)
+    second = trainer.start(2, blocking=False)
+    assert gate.reached.wait(30)
+    time.sleep(0.3)
+    assert not any(call.done() for call in second) and not first[0].done()
+    gate.open(loop)
+    assert [call.result(60).result().committed for call in second] == [("e",)] * 2  # type: ignore[attr-defined]
+    assert first[0].result().committed == ("e",) and engine.events.count("pause") == 2
+    assert holds(engine, trainer.weights)
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["unread", "begun"])
+def test_an_unread_version_is_replaced_if_so_configured(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], begun: bool
+) -> None:
+    config = replace(config, snapshot="replace")
+    engine = loop.engine("e", 2, config)
+    gate = Gate(engine, "pause") if begun else Gate(engine.controller, "_update")
+    trainer = make_trainer(config=config)
+    first = publish_and_go_on(trainer, 1)
+    assert gate.reached.wait(30)
+    trainer.train(2)
+    second = trainer.start(2, blocking=False)
+    if begun:
+        time.sleep(0.3)
+        assert not any(call.done() for call in second)
+    else:
+        assert all(call.result(30) for call in second)
+    gate.open(loop)
+    outcomes = [call.result(60).result() for call in second]  # type: ignore[attr-defined]
+    assert [outcome.committed for outcome in outcomes] == [("e",)] * 2
+    assert [version.result().superseded for version in first] == [not begun] * 2
+    assert engine.events.count("pause") == (2 if begun else 1)
+    assert holds(engine, trainer.weights)
+
+
+def test_a_failure_that_nobody_has_asked_for_is_raised_by_the_next_call(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer()
+    for model in engine.models:
+        model.on_finish = fail_to_finish
+    publish_and_go_on(trainer, 1)
+    for future in trainer.start(2, blocking=False):
+        with pytest.raises(SyncFailed, match="no room"):
+            future.result(60)
+    asked = publish_and_go_on(trainer, 3)
+    for version in asked:
+        with pytest.raises(SyncFailed, match="no room"):
+            version.result()
+    for model in engine.models:
+        model.on_finish = None
+    trainer.train(4)
+    assert [version.result().committed for version in publish_and_go_on(trainer, 4)] == [("e",)] * 2
+    assert holds(engine, trainer.weights)
+
+
+def test_without_memory_for_a_copy_nothing_is_published_and_blocking_still_works(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer()
+
+    def no_memory(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    held = [sum(buffer.numel() for buffer in writer.memory.buffers) for writer in trainer.writers]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", no_memory)
+        for future, nbytes in zip(trainer.start(1, blocking=False), held, strict=True):
+            with pytest.raises(TransferError, match=f"{nbytes} bytes more.*blocking=True"):
+                future.result(60)
+    assert trainer.write(1).committed == ("e",)
+    assert holds(engine, trainer.weights)
+
+
+def test_a_trainer_that_leaves_lets_engines_finish_with_its_copy(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    engine = loop.engine("e", 1, config)
+    gate = Gate(engine, "pause")
+    trainer = make_trainer()
+    pending = publish_and_go_on(trainer, 1)
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(trainer.close)
+        assert gate.reached.wait(30) and not leaving.done()
+        gate.open(loop)
+        leaving.result(60)
+    assert pending[0].result().committed == ("e",) and holds(engine, trainer.weights)

@@ -221,6 +221,7 @@ def test_megatrons_parser_takes_our_arguments():
         "weight_sync_backend": "awex",
         "weight_sync_meta_server": "host:89",
         "weight_sync_interval": 4,
+        "weight_sync_async": False,
         "weight_sync_job": None,
         "weight_sync_hf_config": None,
     }
