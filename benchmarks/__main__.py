@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from benchmarks import bench_memory, bench_plan, bench_trace, bench_transfer
+from benchmarks import bench_memory, bench_plan, bench_publish, bench_trace, bench_transfer
 from benchmarks.report import finish
 
 BENCHES = {
@@ -17,6 +17,7 @@ BENCHES = {
     "plan": bench_plan.plan,
     "trace": bench_trace.trace,
     "staging": bench_memory.staging,
+    "publish": bench_publish.stall,
 }
 
 

@@ -27,6 +27,7 @@ class Run:
         self.hf_model = hf_model
         self.trainer = Trainer(spec)
         self.sync: Any = None
+        self.pending: Any = None
 
     def attach(self) -> str:
         self.sync = megatron_awex.attach(self.trainer.chunks, self.trainer.optimizer, hf_config=self.hf_model)
@@ -40,6 +41,14 @@ class Run:
 
     def write(self, version: int, options: dict[str, Any]) -> dict[str, Any]:
         result = self.sync.write_weights(version, **options)
+        return dataclasses.asdict(result) | {"version": str(result.version)}
+
+    def write_without_blocking(self, version: int, options: dict[str, Any]) -> int:
+        self.pending = self.sync.write_weights(version, blocking=False, **options)
+        return version
+
+    def outcome(self) -> dict[str, Any]:
+        result = self.pending.result()
         return dataclasses.asdict(result) | {"version": str(result.version)}
 
     def dump(self, folder: str) -> str:
@@ -74,7 +83,7 @@ def main() -> None:
     def of_run(name: str) -> Any:
         return lambda **arguments: getattr(runs[-1], name)(**arguments)
 
-    names = ("attach", "wait_for_engines", "train", "write", "dump", "memory")
+    names = ("attach", "wait_for_engines", "train", "write", "write_without_blocking", "outcome", "dump", "memory")
     stream.write('{"ok": "up"}\n')
     serve_commands(stream, {"start": start, "stop": stop, **{name: of_run(name) for name in names}})
 
