@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from awex_core.errors import AwexError, ConfigError
+from awex_core.tls import Tls
 from awex_core.token import find_token, require_token
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _run_meta_server(arguments: argparse.Namespace) -> int:
     def say(address: str) -> None:
         print(f"meta server listening on {address}", flush=True)
 
-    serve(arguments.host, arguments.port, token, lease_s=arguments.lease, on_listening=say)
+    serve(arguments.host, arguments.port, token, lease_s=arguments.lease, on_listening=say, tls=Tls.from_env())
     return 0
 
 
@@ -139,7 +140,7 @@ def _run_status(arguments: argparse.Namespace) -> int:
     from awex_core.meta.client import MetaClient
 
     token = require_token(arguments.token_file)
-    with MetaClient(arguments.meta_server, arguments.job, token, timeout_s=5.0) as client:
+    with MetaClient(arguments.meta_server, arguments.job, token, timeout_s=5.0, tls=Tls.from_env()) as client:
         status = client.status()
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from awex_core.commit.modes import VerifyMode
 from awex_core.errors import ConfigError
 from awex_core.pairing import TransportName
+from awex_core.tls import Tls
 from awex_core.token import require_token
 
 SnapshotMode = Literal["wait", "replace"]
@@ -53,6 +54,9 @@ class SyncConfig:
     snapshot: SnapshotMode = "wait"
     """What publishing without blocking does while engines need the last copy: ``wait``, or ``replace`` it if unread."""
 
+    tls: Tls | None = None
+    """Certificates for the meta server, if it speaks TLS."""
+
     def __post_init__(self) -> None:
         host, _, port = self.meta_server.rpartition(":")
         if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
@@ -87,7 +91,7 @@ class SyncConfig:
             raise ConfigError("no meta server: pass --weight-sync-meta-server HOST:PORT or set AWEX_META_SERVER")
         if "token" not in values:
             values["token"] = require_token(environ=environ)
-        return SyncConfig(**values)
+        return SyncConfig(**{"tls": Tls.from_env(environ), **values})
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

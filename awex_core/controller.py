@@ -62,7 +62,7 @@ class EngineController:
         self.elected = False
         self.last_sync: dict[str, float] = {}
         self._host = host
-        self._client = MetaClient(config.meta_server, config.job, config.token, timeout_s=config.connect_timeout_s)
+        self._client = MetaClient.of(config)
         self._process = this_process(config.meta_server)
         self._leases: LeaseKeeper | None = None
         self._prepared = ""

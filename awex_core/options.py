@@ -138,5 +138,5 @@ def check_meta_server() -> None:
         MetaServerError: it does not answer within the time limit, or not to this token.
     """
     config = SyncConfig.from_env()
-    with MetaClient(config.meta_server, config.job, config.token, timeout_s=config.connect_timeout_s) as client:
+    with MetaClient.of(config) as client:
         client.check()

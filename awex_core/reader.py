@@ -104,7 +104,7 @@ class WeightReader:
         """
         self.model, self.engine, self.config, self.controlled = model, engine, config, controlled
         self.version = INITIAL
-        self._client = MetaClient(config.meta_server, config.job, config.token, timeout_s=config.connect_timeout_s)
+        self._client = MetaClient.of(config)
         process = this_process(config.meta_server, device)
         self._info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)
         reply = self._client.join_worker(self._info)

@@ -92,7 +92,7 @@ class WeightWriter:
         self._live = memory
         self._snapshot: Snapshot | None = None
         self.rank, self.world, self.run = rank, world, run
-        self._client = MetaClient(config.meta_server, config.job, config.token, timeout_s=config.connect_timeout_s)
+        self._client = MetaClient.of(config)
         device = _device_of(memory)
         self._process: Process = this_process(config.meta_server, device)
         self._export = ShmExport(memory) if device == "cpu" else None

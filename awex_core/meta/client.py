@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import random
+import ssl
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -53,7 +54,11 @@ from awex_core.meta.messages import (
     WorkerInfo,
     WriterInfo,
 )
+from awex_core.tls import VARIABLES, Tls
 from awex_core.version import INITIAL, Version
+
+if TYPE_CHECKING:
+    from awex_core.config import SyncConfig
 
 T = TypeVar("T")
 Reply = TypeVar("Reply", bound=msgspec.Struct)
@@ -76,23 +81,30 @@ class MetaClient:
     """One job on one meta server.
 
     ``address`` is ``HOST:PORT``; ``timeout_s`` bounds each call, retries included.
-    A refusal raises ``Unauthorized``, ``Fenced`` or ``Refused`` (a ``MetaServerError``
-    whose ``code`` is that of the ``ErrorReply``); silence raises ``Unreachable``.
+    With ``tls`` both ends show certificates. A refusal raises ``Unauthorized``,
+    ``Fenced`` or ``Refused`` (a ``MetaServerError`` whose ``code`` is that of the
+    ``ErrorReply``); silence, and a certificate that is not trusted, raise ``Unreachable``.
     """
 
-    def __init__(self, address: str, job: str, token: str, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, address: str, job: str, token: str, *, timeout_s: float = 30.0, tls: Tls | None = None) -> None:
         if ":" not in address or "/" in address:
             raise ConfigError(f"meta server address {address!r} is not HOST:PORT, for example 10.0.0.1:7790")
         self.address = address
         self.job = job
-        self._timeout_s = timeout_s
-        self._url = f"http://{address}/v1/jobs/{quote(job, safe='')}"
+        self._timeout_s, self._tls = timeout_s, tls
+        self._url = f"{'https' if tls else 'http'}://{address}/v1/jobs/{quote(job, safe='')}"
         self._http = httpx.Client(
+            verify=tls.client_context() if tls else False,
             headers={"authorization": f"Bearer {token}"},
             # A proxy in the environment is meant for the internet, not for the cluster.
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=30),
         )
+
+    @classmethod
+    def of(cls, config: SyncConfig) -> MetaClient:
+        """The client that a member's settings describe."""
+        return cls(config.meta_server, config.job, config.token, timeout_s=config.connect_timeout_s, tls=config.tls)
 
     def close(self) -> None:
         self._http.close()
@@ -349,7 +361,7 @@ class MetaClient:
                     method, self._url + path, content=content, headers=headers, timeout=timeout
                 )
             except httpx.TransportError as error:
-                if once or not pause.sleep(end):
+                if once or _is_final(error) or not pause.sleep(end):
                     raise Unreachable(self._silence(limit_s, error)) from error
                 continue
             if response.is_success or (missing_ok and response.status_code == 404):
@@ -357,10 +369,15 @@ class MetaClient:
             raise _refusal(response, self.address)
 
     def _silence(self, limit_s: float, error: httpx.TransportError) -> str:
-        return (
+        told = (
             f"meta server {self.address} did not answer within {limit_s:g} s ({_cause(error)});"
             " check --weight-sync-meta-server, and that `awex meta-server` runs there and is reachable"
         )
+        if self._tls is not None:
+            return f"{told}, by TLS, with a certificate for this address that {self._tls.ca} has signed"
+        if isinstance(error, httpx.RemoteProtocolError):
+            return f"{told}; if it wants TLS, set {', '.join(VARIABLES.values())}"
+        return told
 
 
 class LeaseKeeper:
@@ -493,6 +510,13 @@ def _refusal(response: httpx.Response, address: str) -> MetaServerError:
     if reply.code == "fenced":
         return Fenced(reply.message)
     return Refused(reply.code, reply.message)
+
+
+def _is_final(error: BaseException | None) -> bool:
+    """Whether asking again is of no use: the server's certificate will be the same."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _cause(error: httpx.TransportError) -> str:

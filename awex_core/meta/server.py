@@ -17,6 +17,7 @@ import logging
 import math
 import re
 import socket
+import ssl
 import threading
 import time
 from collections import OrderedDict
@@ -36,6 +37,7 @@ from awex_core.meta import messages
 from awex_core.meta.limits import Limits
 from awex_core.meta.messages import ErrorReply, Get, GetReply, Watch
 from awex_core.meta.store import JobStore
+from awex_core.tls import Tls
 
 DEFAULT_LEASE_S = 10.0
 DEFAULT_MAX_BODY = 128 << 20
@@ -321,11 +323,13 @@ class MetaServer:
         lease_s: float = DEFAULT_LEASE_S,
         max_body: int = DEFAULT_MAX_BODY,
         limits: Limits | None = None,
+        tls: Tls | None = None,
     ) -> None:
+        context = tls.server_context() if tls else None
         app = create_app(token, lease_s=lease_s, max_body=max_body, limits=limits)
         self._socket = _listen(host, port)
         self._bound: tuple[str, int] = self._socket.getsockname()[:2]
-        self._server = _Uvicorn(app)
+        self._server = _Uvicorn(app, context)
         self._thread: threading.Thread | None = None
 
     @property
@@ -372,9 +376,10 @@ def serve(
     *,
     lease_s: float = DEFAULT_LEASE_S,
     on_listening: Callable[[str], None] | None = None,
+    tls: Tls | None = None,
 ) -> None:
     """Serve until a signal ends it; ``on_listening`` is told the address once clients may connect."""
-    server = MetaServer(token, host=host, port=port, lease_s=lease_s)
+    server = MetaServer(token, host=host, port=port, lease_s=lease_s, tls=tls)
     if on_listening is not None:
         on_listening(server.address)
     server.run()
@@ -383,19 +388,20 @@ def serve(
 class _Uvicorn(uvicorn.Server):
     """Uvicorn that answers its long polls before it shuts down, instead of waiting for them."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: Starlette, tls: ssl.SSLContext | None) -> None:
         self._close: Callable[[], None] = app.state.close
         # Idle connections outlive the client's, so that the client never writes into one that is being closed.
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=2,
-                ws="none",
-            )
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,
+            ws="none",
         )
+        config.load()
+        config.ssl = tls
+        super().__init__(config)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._close()

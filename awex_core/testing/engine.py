@@ -304,7 +304,7 @@ class EngineTests:
         folder = tmp_path_factory.mktemp("site")
         config = SyncConfig.from_env({**os.environ, **members})
         with ExitStack() as stack:
-            client = stack.enter_context(MetaClient(config.meta_server, config.job, config.token))
+            client = stack.enter_context(MetaClient.of(config))
             early = stack.enter_context(closing(CheckpointTrainer(checkpoint(1), folder / "early", members)))
             assert early.publish(1)["committed"] == [], "nobody is there yet"
             engine = stack.enter_context(closing(launch(checkpoint(0))))

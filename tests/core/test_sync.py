@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -28,6 +29,7 @@ from awex_core.snapshot import PendingSync
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
 from awex_core.version import INITIAL, Version
 from awex_core.writer import SyncResult, WeightWriter
+from tests.support.authority import Authority
 
 T = TypeVar("T")
 TOKEN = "test-token"
@@ -951,3 +953,18 @@ def test_a_trainer_that_leaves_lets_engines_finish_with_its_copy(
         gate.open(loop)
         leaving.result(60)
     assert pending[0].result().committed == ("e",) and holds(engine, trainer.weights)
+
+
+# TLS
+
+
+def test_a_job_over_tls(tmp_path: Path, loop: Loop, make_trainer: Callable[..., Trainer]) -> None:
+    authority = Authority(tmp_path / "authority")
+    with MetaServer(TOKEN, lease_s=LEASE_S, tls=authority.issue("server")) as meta:
+        config = SyncConfig(meta.address, TOKEN, sync_timeout_s=60, connect_timeout_s=10, tls=authority.issue("member"))
+        engine = loop.engine("e", 2, config)
+        trainer = make_trainer(config=config)
+        assert trainer.write(1).committed == ("e",)
+        assert holds(engine, trainer.weights)
+        trainer.close()
+        loop.stop(engine)

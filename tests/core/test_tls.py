@@ -1,0 +1,105 @@
+"""Mutual TLS to the meta server: who shows no certificate of the authority gets no answer, and is told why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from awex_core.config import SyncConfig
+from awex_core.errors import ConfigError, Unauthorized, Unreachable
+from awex_core.meta.client import MetaClient
+from awex_core.meta.server import MetaServer
+from awex_core.tls import Tls
+from tests.support.authority import Authority
+
+TOKEN = "test-token"
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ours")
+
+
+@pytest.fixture
+def server(ours: Authority) -> Iterator[MetaServer]:
+    with MetaServer(TOKEN, tls=ours.issue("server")) as server:
+        yield server
+
+
+@pytest.fixture
+def ask(server: MetaServer) -> Callable[[Tls | None], None]:
+    def ask(tls: Tls | None) -> None:
+        with MetaClient(server.address, "job", TOKEN, timeout_s=2, tls=tls) as client:
+            client.check()
+
+    return ask
+
+
+def test_a_client_with_a_certificate_of_the_authority_is_answered(
+    server: MetaServer, ours: Authority, ask: Callable[[Tls | None], None]
+) -> None:
+    tls = ours.issue("client")
+    ask(tls)
+    with MetaClient(server.address, "job", "wrong", tls=tls) as client, pytest.raises(Unauthorized):
+        client.check()  # the token is wanted all the same
+
+
+def test_a_client_without_tls_is_not_answered(ask: Callable[[Tls | None], None]) -> None:
+    with pytest.raises(Unreachable, match="AWEX_TLS_CA"):
+        ask(None)
+
+
+def test_a_client_of_another_authority_is_not_answered(
+    tmp_path: Path, ours: Authority, ask: Callable[[Tls | None], None]
+) -> None:
+    theirs = Authority(tmp_path / "theirs").issue("client")
+    with pytest.raises(Unreachable, match="certificate verify failed"):
+        ask(theirs)  # it does not know the server's authority
+    with pytest.raises(Unreachable, match="certificate"):
+        ask(replace(theirs, ca=ours.issue("x").ca))  # the server does not know its
+
+
+def test_a_server_for_another_address_is_not_trusted(tmp_path: Path, ours: Authority) -> None:
+    with (
+        MetaServer(TOKEN, tls=ours.issue("server", "192.0.2.1")) as server,
+        MetaClient(server.address, "job", TOKEN, timeout_s=2, tls=ours.issue("client")) as client,
+        pytest.raises(Unreachable, match="IP address mismatch"),
+    ):
+        client.check()
+
+
+def test_a_server_without_tls_is_not_asked_in_plain_text(ours: Authority) -> None:
+    with (
+        MetaServer(TOKEN) as server,
+        MetaClient(server.address, "job", TOKEN, timeout_s=2, tls=ours.issue("client")) as client,
+        pytest.raises(Unreachable, match="wrong version number"),
+    ):
+        client.check()
+
+
+def test_settings(ours: Authority, tmp_path: Path) -> None:
+    tls = ours.issue("member")
+    environ = {"AWEX_META_SERVER": "h:1", "AWEX_TOKEN": "t", "AWEX_TLS_CA": tls.ca}
+    with pytest.raises(ConfigError, match="not set: AWEX_TLS_CERT, AWEX_TLS_KEY"):
+        SyncConfig.from_env(environ)
+    environ |= {"AWEX_TLS_CERT": tls.cert, "AWEX_TLS_KEY": tls.key}
+    assert SyncConfig.from_env(environ).tls == tls
+    with pytest.raises(ConfigError, match="AWEX_TLS_CERT: there is no file"):
+        SyncConfig.from_env(environ | {"AWEX_TLS_CERT": str(tmp_path / "nothing")})
+    Path(tls.key).chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        SyncConfig.from_env(environ)
+
+
+def test_files_that_are_not_what_they_should_be(ours: Authority, tmp_path: Path) -> None:
+    tls = ours.issue("member")
+    with pytest.raises(ConfigError, match="encrypted"):
+        ours.issue("locked", password=b"secret").client_context()
+    with pytest.raises(ConfigError, match=r"(?i)key.values.mismatch"):
+        replace(tls, key=ours.issue("other").key).server_context()
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match="empty"):
+        MetaServer(TOKEN, tls=replace(tls, ca=str(tmp_path / "empty")))
