@@ -285,6 +285,8 @@ class Run:
     def __init__(self, world: World) -> None:
         self.name = f"run{world.draw_life()}"
         self.called = [0] * WORLD
+        self.most = float("inf")
+        """The last version that is written."""
         self.returned: list[list[tuple[int, str, float]]] = [[] for _ in range(WORLD)]
         """Per rank: number, outcome, seconds."""
         self.ranks = [Rank(world, self, rank) for rank in range(WORLD)]
@@ -320,7 +322,7 @@ class Rank(Process):
             yield from self._wait_for_run()
             while True:
                 number = self.run.called[self.rank] + 1
-                yield Wait(lambda: all(called >= number - 1 for called in self.run.called), float("inf"))
+                yield Wait(lambda: min(self.run.called) >= number - 1 and number <= self.run.most, float("inf"))
                 begun = self.world.now
                 outcome = "committed"
                 try:
@@ -338,15 +340,18 @@ class Rank(Process):
             yield None  # whoever reads now reads what is neither the last version nor the next
             self.weights[self.rank, kind] = (self.run.name, number)
         self.run.called[self.rank] = number
-        self.world.published.setdefault((self.run.name, number), {}).update(self.weights)
+        self.world.published.setdefault((self.run.name, number), {}).update(dict(self.weights))
         yield from self._write_weights(number, verify, only)
 
     def _wait_for_run(self) -> Steps[None]:
         def formed(view: m.JobView) -> bool | None:
             self.check_lease()
-            return True if any(w.process.incarnation == self.incarnation for w in view.writers) else None
+            return self._writes(view) or None
 
         yield from self.wait_for(formed, timeout_s=LIMIT_S, what="all ranks to join")
+
+    def _writes(self, view: m.JobView) -> bool:
+        return any(writer.process.incarnation == self.incarnation for writer in view.writers)
 
     def _write_weights(self, number: int, verify: str, only: list[str]) -> Steps[None]:
         self.check_lease()
@@ -390,6 +395,9 @@ class Rank(Process):
         self, number: int, ready: Callable[[m.SyncView], bool], limit: float, what: str
     ) -> Steps[m.JobView]:
         def reached(view: m.JobView) -> m.JobView | None:
+            self.check_lease()
+            if not (self._writes(view) or self.world.mutant("a rank takes any run's number")):
+                return None
             sync = self._find_sync(view, number)
             if sync is None and view.sync is not None and view.sync.version.number > number:
                 raise SyncTimeout(f"version {number} has ended, and so has a later one")
@@ -596,7 +604,8 @@ class Worker(Process):
 
     def _trace(self) -> Steps[None]:
         if not self.info.manifest:
-            self.info = msgspec.structs.replace(self.info, layout="L", manifest=MANIFEST)
+            told = 0 if self.world.mutant("a late word counts") else self.info.told + 1
+            self.info = msgspec.structs.replace(self.info, layout="L", manifest=MANIFEST, told=told)
             yield from self._rejoin()
 
     def _lend(self, target: str) -> Steps[None]:
@@ -655,11 +664,12 @@ class Worker(Process):
             return
         self.session = None
         left = max(end - self.world.now, 0.0)
-        yield from self.wait_for(
-            lambda view: True if has_traced(MANIFEST, view.engines[name], WORLD) else None,
-            timeout_s=left,
-            what="siblings",
-        )
+
+        def traced(view: m.JobView) -> bool | None:
+            found = view.engines.get(name)
+            return True if found is not None and has_traced(MANIFEST, found, WORLD) else None
+
+        yield from self.wait_for(traced, timeout_s=left, what="siblings")
         yield from self.rpc(m.Put(key=key.path("accept", self.rank), value=b"accept", ttl_s=600))
         tokens = {}
         if self.world.chaos.two_sided:
@@ -903,6 +913,8 @@ class Controller(Process):
             if seen is None or not seen.controller:
                 yield from self._join()
             return
+        if seen is not None and (seen.state, seen.version) != (self.state, self.version):
+            yield from self._set_state(self.state, self.reason)
         yield from self._prepare(view)
         yield from self._lend(view)
         sync = view.sync
@@ -1061,8 +1073,8 @@ class Ghost:
 
     held: dict[tuple[int, str], set[str]] = field(default_factory=dict)
     """Workers (incarnations) that said they hold a version, by server's life and version."""
-    meaning: dict[Version, Bytes] = field(default_factory=dict)
-    """What a version consists of, once any engine shows it."""
+    shown: dict[tuple[str, Version], Bytes] = field(default_factory=dict)
+    """What a version that an engine showed consists of."""
     opened: dict[tuple[int, Version], str] = field(default_factory=dict)
     """The run that a version was opened for."""
     runs: list[tuple[int, str]] = field(default_factory=list)
@@ -1140,8 +1152,13 @@ class World:
             self._step()
             self.check()
             if run.broken:
-                raise Violation(f"the trainer ended although nothing fails any more: {run.returned}")
-            if min(run.called) >= first + versions:
+                # A version that a restarted meta server has lost ends at its limit, and the trainer with it.
+                if max(run.called) >= first:
+                    raise Violation(f"the trainer ended although nothing fails any more: {run.returned}")
+                self._restart_trainer()
+                run, first = self.runs[-1], 1
+            run.most = first + versions - 1
+            if all(calls and calls[-1][0] == run.most for calls in run.returned):
                 break
         else:
             raise Violation(f"still waiting after {most_steps} steps and {self.now - begun:g} s: {self.describe()}")
@@ -1155,11 +1172,6 @@ class World:
 
     def settle(self, most_steps: int = 20_000) -> None:
         """The trainer pauses: what the meta server shows of each engine must become what the engine is."""
-        for rank in self.runs[-1].ranks:
-            rank.threads = [thread for thread in rank.threads if thread.name == "keeper"]
-        self.threads = [
-            t for t in self.threads if not (isinstance(t.process, Rank) and t.name != "keeper")
-        ]
         end = self.now + 3 * LIMIT_S
         for _ in range(most_steps):
             if self.now >= end:
@@ -1294,27 +1306,22 @@ class World:
 
     def based_on(self, worker: Worker, sync: m.SyncView) -> None:
         """A partial update begins: the worker's bytes are the base's."""
-        meaning = self._meaning(sync.base)
-        if worker.bytes != meaning:
-            raise Violation(f"{worker.incarnation} takes a partial update of {sync.base} = {meaning} on {worker.bytes}")
-
-    def _meaning(self, version: Version) -> Bytes:
-        known = self.ghost.meaning.get(version)
-        if known is not None:
-            return known
-        run = self.ghost.opened[self.server.life, version]
-        return self.published[run, version.number]
+        run = self.ghost.opened.get((self.server.life, sync.base))
+        if run is not None and worker.bytes != self.published[run, sync.base.number]:
+            raise Violation(f"{worker.incarnation} takes a partial update of {sync.base} of {run} on {worker.bytes}")
 
     def shows(self, controller: Controller, version: Version) -> None:
-        """An engine begins to serve a version: later than what it served, and one version means one thing."""
-        served = controller.engine.served
+        """An engine begins to serve a version: a later one than before, and the same for all who show it."""
+        engine, served = controller.engine, controller.engine.served
         if version <= served[-1][0]:
-            raise Violation(f"engine {controller.engine.name} goes from {served[-1][0]} to {version}")
-        run = self.ghost.opened.get((self.server.life, version))
-        meaning = self.published[run, version.number] if run is not None else self._meaning(version)
-        if self.ghost.meaning.setdefault(version, dict(meaning)) != meaning:
-            raise Violation(f"version {version} has been {self.ghost.meaning[version]}, and is now {meaning}")
-        served.append((version, dict(meaning)))
+            raise Violation(f"engine {engine.name} goes from {served[-1][0]} to {version}")
+        copy = self.server.store._copies.of(engine.name)
+        if copy is not None and copy.sync.version == version and copy.sync.parts[engine.name].outcome == "committed":
+            meaning = self.ghost.shown[copy.source, version]
+        else:
+            meaning = self.published[self.ghost.opened[self.server.life, version], version.number]
+        self.ghost.shown[engine.name, version] = meaning
+        served.append((version, meaning))
 
     def told(self, rank: Rank, sync: m.SyncView) -> None:
         """A rank learns how a version went: it was its own."""
