@@ -251,7 +251,8 @@ class WeightWriter:
     def _wait_for_workers(self, engine: str, version: Version, deadline: Deadline) -> EngineView | None:
         def ready(view: JobView) -> tuple[EngineView | None] | None:
             sync = view.sync
-            if sync is None or sync.version != version or sync.engines[engine].outcome in ("failed", "committed"):
+            part = sync.engines.get(engine) if sync is not None and sync.version == version else None
+            if part is None or part.outcome in ("failed", "committed"):
                 return (None,)
             found = view.engines.get(engine)
             manifest = view.writers[0].manifest if view.writers else ""

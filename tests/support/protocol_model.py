@@ -32,6 +32,7 @@ from awex_core.version import INITIAL, Version
 
 LEASE_S, LIMIT_S, CONNECT_S = 10.0, 30.0, 30.0
 WRITER_GRACE_S, CONTROLLER_GRACE_S, SEEN_S, WATCH_S, RETRY_S, POLL_S = 15.0, 10.0, 5.0, 20.0, 1.0, 5.0
+TRAIN_S = 2.0
 WORLD = 2
 """Trainer ranks, and workers of each engine."""
 
@@ -336,6 +337,7 @@ class Rank(Process):
 
     def _train_and_write(self, number: int) -> Steps[None]:
         verify, only = self.run.settings(number)
+        yield self.sleep(TRAIN_S)
         for kind in "b" if only else "ab":
             yield None  # whoever reads now reads what is neither the last version nor the next
             self.weights[self.rank, kind] = (self.run.name, number)
@@ -442,7 +444,8 @@ class Rank(Process):
 
         def ready(view: m.JobView) -> tuple[m.EngineView | None] | None:
             now = view.sync
-            if now is None or now.version != sync.version or now.engines[engine].outcome in ("failed", "committed"):
+            part = now.engines.get(engine) if now is not None and now.version == sync.version else None
+            if part is None or part.outcome in ("failed", "committed"):
                 return (None,)
             found = view.engines.get(engine)
             traced = found is not None and found.workers and has_traced(MANIFEST, found, found.workers[0].world)
@@ -913,7 +916,7 @@ class Controller(Process):
             if seen is None or not seen.controller:
                 yield from self._join()
             return
-        if seen is not None and (seen.state, seen.version) != (self.state, self.version):
+        if seen is not None and seen.controller and (seen.state, seen.version) != (self.state, self.version):
             yield from self._set_state(self.state, self.reason)
         yield from self._prepare(view)
         yield from self._lend(view)
@@ -1073,13 +1076,14 @@ class Ghost:
 
     held: dict[tuple[int, str], set[str]] = field(default_factory=dict)
     """Workers (incarnations) that said they hold a version, by server's life and version."""
-    shown: dict[tuple[str, Version], Bytes] = field(default_factory=dict)
-    """What a version that an engine showed consists of."""
+    meaning: dict[tuple[str, Version], Bytes] = field(default_factory=dict)
+    """What a version that an engine committed last consists of."""
     opened: dict[tuple[int, Version], str] = field(default_factory=dict)
     """The run that a version was opened for."""
     runs: list[tuple[int, str]] = field(default_factory=list)
     """Runs that became active, by server's life, in order."""
-    committed: set[tuple[int, int, str]] = field(default_factory=set)
+    committed: dict[tuple[int, str], Sync] = field(default_factory=dict)
+    """Commits that have been looked at, by the sync's identity and engine."""
 
 
 class World:
@@ -1202,7 +1206,7 @@ class World:
     def _next_event(self) -> float:
         times = [t.wait.until for t in self.threads if t.wait is not None and t.process.stalled_until <= self.now]
         times += [p.stalled_until for p in self.processes if p.alive and p.stalled_until > self.now]
-        times.append(self.server.store._pulse.due)
+        times += [self.server.store._pulse.due, self.now + LEASE_S]
         return min(time for time in times if time > self.now)
 
     def _pass(self, seconds: float) -> None:
@@ -1242,7 +1246,8 @@ class World:
         self.log(f"FAULT {kind}")
         if kind == "stall":
             alive = [process for process in self.processes if process.alive]
-            self.random.choice(alive).stalled_until = self.now + self.random.choice((2.0, 8.0, 15.0, 40.0))
+            if alive:
+                self.random.choice(alive).stalled_until = self.now + self.random.choice((2.0, 8.0, 15.0, 40.0))
         elif kind == "engine":
             engine = self.random.choice(self.engines)
             engine.stop()
@@ -1283,23 +1288,28 @@ class World:
         sync = store._versions.sync
         if sync is not None and sync.state != "gathering" and active is not None:
             ghost.opened.setdefault((life, sync.version), active.run)
-        syncs = [sync, *(copy.sync for copy in store._copies._by_target.values())]
-        for one in syncs:
-            if one is not None:
-                self._look_at_commits(one, cause)
+        if sync is not None:
+            self._look_at_commits(sync, "", cause)
+        for copy in store._copies._by_target.values():
+            self._look_at_commits(copy.sync, copy.source, cause)
 
-    def _look_at_commits(self, sync: Sync, cause: str) -> None:
+    def _look_at_commits(self, sync: Sync, source: str, cause: str) -> None:
         for name, part in sync.parts.items():
-            mark = (self.server.life, id(sync), name)
+            mark = (id(sync), name)
             if part.outcome != "committed" or mark in self.ghost.committed:
                 continue
-            self.ghost.committed.add(mark)
+            self.ghost.committed[mark] = sync
             self.log(f"COMMITTED {name} {sync.version} by {cause}")
             engine = self.server.store._engines.by_name[name]
             seated = {seat.incarnation for seat in engine.workers.values()}
             holding = self.ghost.held.get((self.server.life, str(sync.version)), set())
             if len(seated) != WORLD or not seated <= holding:
                 raise Violation(f"{name} committed {sync.version} although {seated - holding} did not hold it")
+            if source:
+                self.ghost.meaning[name, sync.version] = self.ghost.meaning[source, sync.version]
+            else:
+                run = self.ghost.opened[self.server.life, sync.version]
+                self.ghost.meaning[name, sync.version] = self.published[run, sync.version.number]
 
     def holds(self, worker: Worker, version: Version) -> None:
         self.ghost.held.setdefault((self.server.life, str(version)), set()).add(worker.incarnation)
@@ -1315,13 +1325,7 @@ class World:
         engine, served = controller.engine, controller.engine.served
         if version <= served[-1][0]:
             raise Violation(f"engine {engine.name} goes from {served[-1][0]} to {version}")
-        copy = self.server.store._copies.of(engine.name)
-        if copy is not None and copy.sync.version == version and copy.sync.parts[engine.name].outcome == "committed":
-            meaning = self.ghost.shown[copy.source, version]
-        else:
-            meaning = self.published[self.ghost.opened[self.server.life, version], version.number]
-        self.ghost.shown[engine.name, version] = meaning
-        served.append((version, meaning))
+        served.append((version, self.ghost.meaning[engine.name, version]))
 
     def told(self, rank: Rank, sync: m.SyncView) -> None:
         """A rank learns how a version went: it was its own."""
