@@ -13,15 +13,24 @@ worker's bytes are the tags that it has read, so a mix of two versions shows its
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from awex_core.errors import AwexError, Fenced, MetaServerError, Refused, SyncFailed, SyncTimeout, Unreachable
-from awex_core.errors import TransferError, VerifyError
+from awex_core.errors import (
+    AwexError,
+    Fenced,
+    MetaServerError,
+    Refused,
+    SyncFailed,
+    SyncTimeout,
+    TransferError,
+    Unreachable,
+    VerifyError,
+)
 from awex_core.lender import copy_key
 from awex_core.meta import messages as m
 from awex_core.meta.limits import Limits
@@ -145,9 +154,7 @@ class Process:
             )
         return (yield from self.rpc(m.Watch(since=since, wait_s=0), once=once))
 
-    def wait_for(
-        self, predicate: Callable[[m.JobView], T | None], *, timeout_s: float, what: str
-    ) -> Steps[T]:
+    def wait_for(self, predicate: Callable[[m.JobView], T | None], *, timeout_s: float, what: str) -> Steps[T]:
         """``MetaClient.wait_for``."""
         world, end, since = self.world, self.world.now + timeout_s, 0
         while True:
@@ -337,7 +344,7 @@ class Rank(Process):
 
     def _train_and_write(self, number: int) -> Steps[None]:
         verify, only = self.run.settings(number)
-        yield self.sleep(TRAIN_S)
+        yield self.sleep(self.world.random.choice((0.0, 0.0, TRAIN_S)))
         for kind in "b" if only else "ab":
             yield None  # whoever reads now reads what is neither the last version nor the next
             self.weights[self.rank, kind] = (self.run.name, number)
@@ -372,9 +379,7 @@ class Rank(Process):
             raise SyncFailed(sync.reason, failed)
 
     def _announce(self, number: int, verify: str, only: list[str]) -> Steps[None]:
-        message = m.Announce(
-            incarnation=self.incarnation, number=number, timeout_s=LIMIT_S, verify=verify, only=only
-        )
+        message = m.Announce(incarnation=self.incarnation, number=number, timeout_s=LIMIT_S, verify=verify, only=only)
         try:
             yield from self.rpc(message, key=f"{self.incarnation} {number} first")
         except Refused as error:
@@ -393,9 +398,7 @@ class Rank(Process):
             raise MetaServerError("lost")
         return sync
 
-    def _wait(
-        self, number: int, ready: Callable[[m.SyncView], bool], limit: float, what: str
-    ) -> Steps[m.JobView]:
+    def _wait(self, number: int, ready: Callable[[m.SyncView], bool], limit: float, what: str) -> Steps[m.JobView]:
         def reached(view: m.JobView) -> m.JobView | None:
             self.check_lease()
             if not (self._writes(view) or self.world.mutant("a rank takes any run's number")):
@@ -428,9 +431,7 @@ class Rank(Process):
             self._drop(engine)
             try:
                 yield from self.rpc(
-                    m.ReportSender(
-                        incarnation=self.incarnation, version=sync.version, engine=engine, reason=str(error)
-                    )
+                    m.ReportSender(incarnation=self.incarnation, version=sync.version, engine=engine, reason=str(error))
                 )
             except MetaServerError:
                 pass
@@ -566,9 +567,7 @@ class Worker(Process):
         self.engine, self.rank = engine, rank
         self.version = INITIAL
         self.bytes: Bytes = dict.fromkeys(PIECES, ("checkpoint", 0))
-        self.info = m.WorkerInfo(
-            engine=engine.name, rank=rank, world=WORLD, process=self.identity, controlled=True
-        )
+        self.info = m.WorkerInfo(engine=engine.name, rank=rank, world=WORLD, process=self.identity, controlled=True)
         self.joined = False
         self.calls: deque[Call] = deque()
         self.attempt: Attempt | None = None
@@ -607,8 +606,7 @@ class Worker(Process):
 
     def _trace(self) -> Steps[None]:
         if not self.info.manifest:
-            told = 0 if self.world.mutant("a late word counts") else self.info.told + 1
-            self.info = msgspec.structs.replace(self.info, layout="L", manifest=MANIFEST, told=told)
+            self.info = msgspec.structs.replace(self.info, layout="L", manifest=MANIFEST, told=self.info.told + 1)
             yield from self._rejoin()
 
     def _lend(self, target: str) -> Steps[None]:
@@ -967,9 +965,7 @@ class Controller(Process):
 
     def _set_state(self, state: m.EngineState, reason: str) -> Steps[None]:
         self.state, self.reason = state, reason
-        message = m.SetEngineState(
-            incarnation=self.incarnation, state=state, version=self.version, reason=reason
-        )
+        message = m.SetEngineState(incarnation=self.incarnation, state=state, version=self.version, reason=reason)
         try:
             yield from self.rpc(message)
         except Fenced:
@@ -1055,6 +1051,7 @@ class Controller(Process):
         return (yield from self.wait_for(settled, timeout_s=limit_s, what="all workers to report"))
 
     def _torn(self, version: Version, reason: str) -> Steps[None]:
+        self.world.ghost.kinds["torn"] += 1
         yield from self._set_state("torn", f"version {version}: {reason}")
         try:
             yield from self._report(version, "failed", reason)
@@ -1082,6 +1079,8 @@ class Ghost:
     """The run that a version was opened for."""
     runs: list[tuple[int, str]] = field(default_factory=list)
     """Runs that became active, by server's life, in order."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    """How often what has been committed, so that a test sees that it tests something."""
     committed: dict[tuple[int, str], Sync] = field(default_factory=dict)
     """Commits that have been looked at, by the sync's identity and engine."""
 
@@ -1149,9 +1148,14 @@ class World:
         """No more faults: every call of the trainer returns within its limits, and both engines follow in the end."""
         self.calm = True
         self._mend()
+        begun = self.now
+        while self.now < begun + LEASE_S:  # for all to join (again)
+            self._step()
+            self.check()
+            if self.runs[-1].broken:
+                self._restart_trainer()
         run = self.runs[-1]
         first = max(run.called) + 1
-        begun = self.now
         for _ in range(most_steps):
             self._step()
             self.check()
@@ -1183,6 +1187,8 @@ class World:
             self._step()
             self.check()
         view = self.server.store.view(self.now)
+        if len({engine.served[-1][0] for engine in self.engines}) > 1:
+            raise Violation(f"not everybody follows: {self.describe()}")
         for engine in self.engines:
             seen, control = view.engines[engine.name], engine.controller
             if (seen.state, seen.version) != (control.state, control.version):
@@ -1305,6 +1311,7 @@ class World:
             holding = self.ghost.held.get((self.server.life, str(sync.version)), set())
             if len(seated) != WORLD or not seated <= holding:
                 raise Violation(f"{name} committed {sync.version} although {seated - holding} did not hold it")
+            self.ghost.kinds["copy" if source else "partial" if part.partial else "full"] += 1
             if source:
                 self.ghost.meaning[name, sync.version] = self.ghost.meaning[source, sync.version]
             else:
