@@ -143,6 +143,9 @@ class EngineController:
         if not self.elected:
             await self._follow(view)
             return
+        if seen is not None and seen.controller and (seen.state, seen.version) != (self.state, self.version):
+            # An earlier word came late and took the place of the last one, or that one was lost.
+            await self._set_state(self.state, self.reason)
         await self._prepare(view)
         await self._lend(view)
         sync = view.sync

@@ -187,7 +187,7 @@ class WeightReader:
         return self._traced[1]
 
     def _tell(self, **what: Any) -> None:
-        self._info = msgspec.structs.replace(self._info, **what)
+        self._info = msgspec.structs.replace(self._info, told=self._info.told + 1, **what)
         self._client.join_worker(self._info)
 
     def _sources(self, writers: Sequence[WriterInfo]) -> SourceIndex:
@@ -210,7 +210,9 @@ class WeightReader:
 
     def _wait_for_siblings(self, manifest: str, limit_s: float) -> EngineView:
         def traced(view: JobView) -> EngineView | None:
-            engine = view.engines[self.engine]
+            engine = view.engines.get(self.engine)
+            if engine is None:  # the meta server was restarted, and this worker's lease is not renewed yet
+                return None
             refused = [reason for reason in refusals(manifest, engine) if reason != self._info.reason]
             if refused:
                 raise PlanError(f"engine {self.engine} refuses the trainer's model", refused)

@@ -128,10 +128,14 @@ class WeightWriter:
 
         def formed(view: JobView) -> bool | None:
             self._leases.check(self._process.incarnation)
-            return True if any(w.process.incarnation == self._process.incarnation for w in view.writers) else None
+            return self._writes(view) or None
 
         what = f"all {self.world} writer ranks of run {self.run} to join"
         self._client.wait_for(formed, timeout_s=self.config.sync_timeout_s, what=what)
+
+    def _writes(self, view: JobView) -> bool:
+        """Whether this rank belongs to the run whose versions a view shows."""
+        return any(writer.process.incarnation == self._process.incarnation for writer in view.writers)
 
     @overload
     def write_weights(
@@ -251,6 +255,9 @@ class WeightWriter:
 
     def _wait(self, number: int, ready: Callable[[SyncView], bool], limit: float, what: str) -> JobView:
         def reached(view: JobView) -> JobView | None:
+            self._leases.check(self._process.incarnation)
+            if not self._writes(view):  # the numbers in it may be those of the run that took over
+                return None
             sync = _find_sync(view, number)
             if sync is None and view.sync is not None and view.sync.version.number > number:
                 raise SyncTimeout(f"version {number} has ended, and so has a later one, while this rank waited")
@@ -322,7 +329,8 @@ class WeightWriter:
     def _wait_for_workers(self, engine: str, version: Version, deadline: Deadline) -> EngineView | None:
         def ready(view: JobView) -> tuple[EngineView | None] | None:
             sync = view.sync
-            if sync is None or sync.version != version or sync.engines[engine].outcome in ("failed", "committed"):
+            part = sync.engines.get(engine) if sync is not None and sync.version == version else None
+            if part is None or part.outcome in ("failed", "committed"):
                 return (None,)
             found = view.engines.get(engine)
             manifest = view.writers[0].manifest if view.writers else ""

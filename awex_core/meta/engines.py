@@ -81,6 +81,11 @@ class Engines:
         seat = self._members.there(self._members.controllers, "controller", incarnation)
         return self.by_name[seat.info.engine]
 
+    def newest_word(self, info: WorkerInfo) -> WorkerInfo:
+        """What a worker last said of itself: ``info``, unless that has been overtaken by a later word."""
+        seat = self._members.workers.get(info.process.incarnation)
+        return seat.info if seat is not None and seat.info.told > info.told else info
+
     def seat_worker(self, engine: Engine, info: WorkerInfo, now: float) -> list[str]:
         """Seat a worker; returns what became of those it cannot live with: its own rank's, or all of another shape."""
         replaced = [

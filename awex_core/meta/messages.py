@@ -79,6 +79,8 @@ class WorkerInfo(_Message, frozen=True):
     reason: str = ""
     replaced: list[str] = []
     """Modules whose weights, as the checkpoint has them, exist only during an update: it cannot lend these."""
+    told: int = 0
+    """Rises with everything that changes above: an earlier word that arrives late is not taken."""
 
 
 class EngineView(_Message, frozen=True):

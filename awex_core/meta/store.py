@@ -120,9 +120,9 @@ class JobStore:
     def join_worker(self, message: JoinWorker, now: float) -> JoinReply:
         """Seat an engine's worker. A new incarnation replaces the rank's earlier one, and fences it."""
         self._begin(now)
-        info = message.info
-        self._members.check("worker", info, info.rank, info.world)
-        self._members.check_one_seat(self._members.workers, info)
+        self._members.check("worker", message.info, message.info.rank, message.info.world)
+        self._members.check_one_seat(self._members.workers, message.info)
+        info = self._engines.newest_word(message.info)
         for reason in self._engines.seat_worker(self._engines.named(info.engine), info, now):
             self._versions.fail(info.engine, reason)
             self._copies.fail(info.engine, reason)
@@ -249,7 +249,9 @@ class JobStore:
         if isinstance(sync, str):
             served = message.outcome == "committed" and engine.version == message.version
             return ReportReply(accepted=served, reason="" if served else sync)
-        return sync.hear_controller(engine, message)
+        reply = sync.hear_controller(engine, message)
+        self._note_commit(sync, engine)
+        return reply
 
     def report_worker(self, message: ReportWorker, now: float) -> ReportReply:
         """A worker's word: any failure fails its engine; all successes commit one that has no controller."""
@@ -258,7 +260,14 @@ class JobStore:
         sync = self._joined_by(info.engine, message.version)
         if isinstance(sync, str):
             return ReportReply(accepted=False, reason=sync)
-        return sync.hear_worker(self._engines.by_name[info.engine], info, message)
+        engine = self._engines.by_name[info.engine]
+        reply = sync.hear_worker(engine, info, message)
+        self._note_commit(sync, engine)
+        return reply
+
+    def _note_commit(self, sync: Sync, engine: Engine) -> None:
+        if sync.parts[engine.name].outcome == "committed":
+            self._versions.note_commit(engine.name, sync.version)
 
     def _joined_by(self, engine: str, version: Version) -> Sync | str:
         """What an engine's word on a version is about: a copy, or what the trainer publishes; else why neither."""

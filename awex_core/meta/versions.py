@@ -26,6 +26,8 @@ class Versions:
         self.last: Sync | None = None
         self._highest_epoch = 0
         self._last_number = -1
+        self._committed: dict[str, Version] = {}
+        """By engine, the newest version of this epoch that it has committed here."""
         self._engines = engines
         self._pulse = pulse
 
@@ -34,6 +36,7 @@ class Versions:
         self.end(reason)
         self.epoch = self._highest_epoch = self._highest_epoch + 1
         self._last_number = -1
+        self._committed.clear()
         for engine in self._engines.values():
             engine.generation += 1
             if engine.state == "refused":  # what it refused was the earlier trainer's model
@@ -43,21 +46,36 @@ class Versions:
     def see(self, version: Version, engine: str, *, writing: bool) -> None:
         """Never hand out a version that is not newer than one an engine serves.
 
-        A version beyond what was announced here is from before this server started:
-        the epoch then rises above it, as if the trainer had restarted.
+        A version of this epoch that was not committed here is from before this server started, and
+        what is announced under its number now is something else: the epoch then rises above it,
+        as if the trainer had restarted.
         """
         self._highest_epoch = max(self._highest_epoch, version.epoch)
-        if writing and version > Version(self.epoch, max(self._last_number, 0)):
+        known = self._committed.get(engine, Version(self.epoch, -1))
+        if writing and version > known:
             self.begin_epoch(f"engine {engine} serves {version}, from before this meta server started")
 
     def announce(self, message: Announce, rank: int, run: Run, now: float) -> None:
         """A rank of the active run has reached a number: the current one, or a newer one."""
         _check(message)
         sync = self.sync
-        if sync is None or sync.version != Version(self.epoch, message.number) or sync.repeats(rank):
+        if self._missed(message.number, rank):
+            sync = self.last
+        elif sync is None or sync.version != Version(self.epoch, message.number) or sync.repeats(rank):
             self._check_newer(message.number)
             sync = self._gather(message, rank, run, now)
-        sync.arrive(rank, message.verify, message.only, now)
+        if sync is not None:
+            sync.arrive(rank, message.verify, message.only, now)
+
+    def _missed(self, number: int, rank: int) -> bool:
+        """Whether a rank comes for the outcome of a version that ended without it, and another rank has gone on."""
+        last = self.last
+        return last is not None and last.version == Version(self.epoch, number) and rank not in last.arrived
+
+    def note_commit(self, engine: str, version: Version) -> None:
+        """An engine has committed a version here."""
+        if version.epoch == self.epoch:
+            self._committed[engine] = max(version, self._committed.get(engine, version))
 
     def on_its_way(self, version: Version) -> Sync | None:
         """``version``, as long as no newer one has been announced."""

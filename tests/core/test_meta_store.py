@@ -191,6 +191,17 @@ def test_an_engine_that_joins_after_the_writers_raises_the_epoch_too():
     assert sync_of(store).version == Version(2, 4)
 
 
+def test_an_engine_that_serves_another_trainers_version_of_the_same_number_raises_the_epoch():
+    """The server, then the trainer was restarted; the engine comes last, and would pass for one that has the base."""
+    store = ready_store(engines=())
+    store.announce(announce(number=1), 0)
+    store.join_worker(worker(), 0)
+    store.join_controller(controller(version=Version(1, 1)), 0)
+    assert store.view(0).epoch == 2
+    store.announce(m.Announce(incarnation="run1-w0", number=2, timeout_s=60, verify="off", only=["b*"]), 0)
+    assert not entry(store).partial
+
+
 def test_a_version_that_was_announced_here_does_not_raise_the_epoch():
     store = open_store()
     hold(store)
@@ -457,6 +468,18 @@ def test_an_engine_without_a_controller_may_have_begun():
     assert not store.supersede(m.Supersede("run1-w0", 1), 0).accepted
 
 
+def test_a_rank_that_comes_late_to_a_version_that_ended_without_it_learns_its_outcome():
+    store = ready_store(writers=2)
+    store.announce(announce(rank=0, timeout_s=5), now=0)
+    store.announce(announce(rank=0, number=2), now=5)
+    store.announce(announce(rank=1), now=6)
+    view = store.view(6)
+    assert view.last is not None and (view.last.version, view.last.arrived) == (FIRST, [0, 1])
+    assert view.sync is not None and (view.sync.version.number, view.sync.arrived) == (2, [0])
+    with pytest.raises(Fenced, match="not newer"):
+        store.announce(announce(rank=1), now=6)
+
+
 def test_an_engine_commits():
     store = open_store()
     store.set_engine_state(m.SetEngineState(incarnation="e-c1", state="torn", version=Version(), reason="x"), 0)
@@ -623,6 +646,18 @@ def test_digests_are_kept_by_layout_and_rank():
     assert sync_of(store).digests == {"L": {0: b"\0", 1: b"\1"}}
     with pytest.raises(Fenced, match=r"version 1.2 is not on its way"):
         store.publish_digest(m.PublishDigest(incarnation="run1-w0", version=Version(1, 2), digests={}), 0)
+
+
+def test_an_earlier_word_of_a_worker_that_arrives_late_is_not_taken():
+    store = ready_store()
+    store.join_worker(worker(layout="L", manifest="M", told=1), 1)
+    store.join_worker(worker(), 8)
+    (seen,) = store.view(8).engines["e"].workers
+    assert (seen.layout, seen.manifest) == ("L", "M")
+    store.tick(LEASE + 1)
+    assert store.view(LEASE + 1).engines["e"].workers == [seen], "it is a sign of life all the same"
+    store.join_worker(worker(manifest="M", reason="does not fit", told=2), 12)
+    assert store.view(12).engines["e"].workers[0].reason == "does not fit"
 
 
 # Bounds
