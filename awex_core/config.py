@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from awex_core.commit.modes import VerifyMode
+from awex_core.commit.modes import ReceiveMode, ShadowFallback, VerifyMode
 from awex_core.errors import ConfigError
 from awex_core.pairing import TransportName
 from awex_core.token import require_token
@@ -22,6 +22,8 @@ _NAMES = {
     "AWEX_CONNECT_TIMEOUT": "connect_timeout_s",
     "AWEX_BUCKET_BYTES": "bucket_nbytes",
     "AWEX_CATCH_UP": "catch_up",
+    "AWEX_RECEIVE": "receive",
+    "AWEX_SHADOW_FALLBACK": "shadow_fallback",
 }
 
 
@@ -47,6 +49,10 @@ class SyncConfig:
     """Size of one staging bucket of packed transports."""
     catch_up: bool = True
     """Whether an engine that is behind takes a newer version from another engine, between the trainer's."""
+    receive: ReceiveMode = "in_place"
+    """Where an engine receives: ``shadow`` costs a second buffer and pauses for one local copy only."""
+    shadow_fallback: ShadowFallback = "error"
+    """What an engine does that has no memory for that buffer: refuse the trainer's model, or receive in place."""
 
     def __post_init__(self) -> None:
         host, _, port = self.meta_server.rpartition(":")
@@ -54,6 +60,8 @@ class SyncConfig:
             raise ConfigError(f"meta server address {self.meta_server!r} is not HOST:PORT, for example 127.0.0.1:8900")
         _check_choice("transport", self.transport, get_args(TransportName))
         _check_choice("verify", self.verify, get_args(VerifyMode))
+        _check_choice("receive", self.receive, get_args(ReceiveMode))
+        _check_choice("shadow_fallback", self.shadow_fallback, get_args(ShadowFallback))
         for name in ("sync_timeout_s", "connect_timeout_s", "bucket_nbytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
