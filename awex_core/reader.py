@@ -84,7 +84,10 @@ class _Attempt:
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, float] = field(default_factory=dict)
     failure: str = ""
+    prefetched: bool = False
+    """In the second buffer, whole and verified."""
     received: bool = False
+    """Wanted as well: the engine is paused for it."""
     pieces: Pieces | None = None
     """In shadow mode: what becomes live once it is received."""
 
@@ -318,6 +321,7 @@ class WeightReader:
             if self._shadow is not None:
                 with beside_compute(self.model.device):
                     self._receive(attempt)
+                attempt.prefetched = True
             self._client.report_worker(self._info.process.incarnation, attempt.version, prefetched=True)
         except Exception as error:  # noqa: BLE001 - nobody would hear of it but through the meta server
             self._fail(attempt, error)
@@ -345,8 +349,11 @@ class WeightReader:
             return
         try:
             self._end_prefetch()
-            if not attempt.failure and not attempt.received:
+            if attempt.failure:
+                return
+            if not attempt.prefetched:
                 self._receive(attempt)
+            attempt.received = True
         except Exception as error:
             self._fail(attempt, error)
             if not self.controlled:
@@ -400,7 +407,6 @@ class WeightReader:
             "staging_nbytes": float(attempt.progress.peak_staging),
             "loader_path_nbytes": float(traced.loader_path_nbytes),
         }
-        attempt.received = True
 
     def _changed(self, sync: SyncView) -> list[str]:
         """Patterns of the tensors to pull; none means all.
@@ -466,7 +472,7 @@ class WeightReader:
         return self._session
 
     def _agree_on_shadow(self, engine: EngineView) -> None:
-        """Receive in place if any worker has to: waiting for the pause, it would hold up the writer, and that the rest."""
+        """Receive in place if any worker has to: one that waits for the pause may hold up all the others."""
         lacking = [worker.rank for worker in engine.workers if not worker.shadow]
         if self._shadow is not None and lacking:
             logger.warning(
@@ -518,7 +524,7 @@ class WeightReader:
     def finish(self) -> None:
         """After ``receive``: let the engine finish its post-load steps, then report to the meta server.
 
-        Without a ``receive`` that succeeded it only lets go of the version.
+        Without a ``receive`` that succeeded it only lets go of the version, whatever was prefetched.
 
         Raises:
             AwexError: (only without a controller) the version was not committed.

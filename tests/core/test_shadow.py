@@ -1,4 +1,4 @@
-"""Shadow mode: versions arrive in a second buffer while the engine runs, and a failure before the pause changes nothing.
+"""Shadow mode: versions arrive in a second buffer while the engine runs; a failure before the pause changes nothing.
 
 The parts are those of ``test_sync``: the fake engine, a real meta server, real transports.
 """
@@ -38,7 +38,7 @@ def config(meta: MetaServer) -> SyncConfig:
 
 
 class Packed(FakeWorkerModel):
-    """Its norm takes the loader path: received aside, doubled when it is finished, halved when the tests look."""
+    """Its norm takes the loader path: received aside, in memory of each update's own, and put in place at the end."""
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         layout = super().trace(manifest).layout
@@ -180,10 +180,10 @@ def test_a_partial_update_of_too_little_is_pulled_whole_and_becomes_live_whole(
     assert holds(engine, trainer.weights)
 
 
-def test_without_a_controller_finish_makes_the_version_live(
+def test_where_nobody_prefetches_the_version_arrives_during_the_pause(
     config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
 ) -> None:
-    """Workers may be in shadow mode where nobody prefetches: what was received is not live before ``finish``."""
+    """As without a controller (vLLM's offline ``LLM``), and with one that has other settings than its workers."""
     engine = loop.engine("e", 1, config)
     trainer = make_trainer()
     engine.controller.config = replace(config, receive="in_place")
@@ -227,7 +227,7 @@ def test_a_worker_that_cannot_receive_is_named_and_the_others_let_go(
 
     with monkeypatch.context() as patch:
         patch.setattr(ReaderSession, "receive", receive)
-        with pytest.raises(SyncFailed, match="worker 1 of engine e.*the wire broke"):
+        with pytest.raises(SyncFailed, match=r"worker 1 of engine e.*the wire broke"):
             trainer.write(2)
         check_kept(engine, old, Version(1, 1))
     trainer.train(3)
@@ -407,13 +407,14 @@ def refuse_memory(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int)
 def test_without_memory_the_model_is_refused_and_the_missing_bytes_are_said(
     config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_memory(monkeypatch, MemoryError(), 1)
+    refuse_memory(monkeypatch, MemoryError(), 100)
     engine = loop.engine("e", 1, config)
-    trainer = make_trainer(run="before")
+    trainer = make_trainer()
     need = sum(tensor.numel() * 4 for tensor in engine.models[0].model.tensors.values())
     with pytest.raises(SyncFailed, match=rf"second buffer of {need} bytes on cpu, and {need} of them are missing"):
         trainer.write(1)
-    assert (engine.controller.state, engine.controller.why_closed(), engine.events) == ("refused", "", [])
+    eventually(lambda: engine.controller.state == "refused")
+    assert not engine.controller.why_closed() and "pause" not in engine.events
     assert "AWEX_SHADOW_FALLBACK=in_place" in engine.controller.reason
 
 
@@ -472,8 +473,7 @@ def test_pieces_that_touch_are_one_range() -> None:
     collector.add("other", (5,), (0,), torch.zeros(5))
     layout, _ = collector.build()
     pieces = Shadow(layout, CPU).select([])
-    assert sorted(pieces.ranges) == [(0, 0, 128), (1, 0, 20)] or sorted(pieces.ranges) == [(0, 0, 20), (1, 0, 128)]
-    assert pieces.strided == ()
+    assert sorted(end - begin for _, begin, end in pieces.ranges) == [20, 128] and pieces.strided == ()
 
 
 def test_a_buffer_that_the_system_refuses_is_an_error_with_the_bytes() -> None:
