@@ -286,10 +286,10 @@ class WeightReader:
         # A controller calls once it has seen the version; only without one is there anything to wait for.
         deadline = Deadline.after(_SEEN_S if self.controlled else self.config.sync_timeout_s)
         try:
-            self._end_prefetch()
             update = self._wait_for_update(version, deadline)
             sync = update.sync
             self._attempt = attempt = _Attempt(sync.version, update.copy, Deadline.after(sync.remaining_s))
+            self._end_prefetch()
             attempt.only = self._changed(sync)
             traced = self._trace(update.writers[0].manifest)
             session = self._ensure_session(update, traced, attempt.deadline)

@@ -6,6 +6,7 @@ The parts are those of ``test_sync``: the fake engine, a real meta server, real 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,13 +17,14 @@ import torch
 
 from awex_core.config import SyncConfig
 from awex_core.engine import LoaderPathModule, TracedModel
-from awex_core.errors import ConfigError, SyncFailed, TransferError
+from awex_core.errors import ConfigError, SyncFailed, SyncTimeout, TransferError
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory, ShardCollector, flat_bytes
 from awex_core.meta.server import MetaServer
 from awex_core.session import ReaderSession
 from awex_core.shadow import Shadow
 from awex_core.testing.fake_engine import FakeEngine, FakeWorkerModel, holds
+from awex_core.transfer.base import Deadline, Progress
 from awex_core.version import Version
 from tests.core import test_sync
 from tests.core.test_sync import TOKEN, Loop, Trainer, change, eventually, fail_to_finish, flip_a_bit, publish, serves
@@ -295,6 +297,51 @@ def test_the_time_limit_ends_a_version_that_does_not_arrive(
             trainer.write(2, timeout_s=2)
         check_kept(engine, old, Version(1, 1))
         trainer.train(99)  # the trainer goes on: what arrived may be mixed
+    assert trainer.write(3).committed == ("e",) and holds(engine, trainer.weights)
+
+
+def test_a_version_does_not_begin_while_one_that_was_given_up_still_arrives(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("awex_core.reader._ABANDONED_S", 0.2)
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer()
+    trainer.write(1)
+    old = trainer.weights
+    with held(monkeypatch):
+        with pytest.raises(SyncFailed, match="not committed after 2 s"):
+            trainer.write(2, timeout_s=2)
+        with pytest.raises(SyncFailed, match="a version that has failed is still being received"):
+            trainer.write(3)
+        check_kept(engine, old, Version(1, 1))
+    eventually(lambda: not any(reader._prefetching and reader._prefetching.is_alive() for reader in engine.readers))
+    assert trainer.write(4).committed == ("e",) and holds(engine, trainer.weights)
+
+
+def test_letting_go_ends_a_receive_that_waits_for_its_peer(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker fails at once; the other one's ring stays empty, and it would wait for the whole time limit."""
+    monkeypatch.setattr("awex_core.transfer.shm.why_unreadable", lambda _: "not permitted here")
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer()
+    trainer.write(1)
+    original = ReaderSession.receive
+
+    def receive(session: ReaderSession, memory: Memory, progress: Progress, deadline: Deadline, *rest: Any) -> None:
+        if session.worker.rank == 1:
+            raise TransferError("the wire broke")
+        with pytest.raises(SyncTimeout):
+            while deadline.remaining("a peer that does nothing"):
+                time.sleep(0.01)
+        original(session, memory, progress, deadline, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReaderSession, "receive", receive)
+        with pytest.raises(SyncFailed, match="the wire broke"):
+            trainer.write(2)
+        threads = [reader._prefetching for reader in engine.readers]
+        eventually(lambda: not any(thread and thread.is_alive() for thread in threads), 10)
     assert trainer.write(3).committed == ("e",) and holds(engine, trainer.weights)
 
 
