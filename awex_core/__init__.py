@@ -12,6 +12,7 @@ the trainer's shard into the engine's live parameter.
     session     one pair of sides, planned and connected, used for many versions
     writer      WeightWriter, one per trainer rank
     reader      WeightReader, one per engine worker
+    shadow      its second buffer, in shadow mode
     lender      the same worker as the source of another engine's weights
     controller  EngineController, one per engine: READY -> UPDATING -> READY
     engine      the protocols an engine plugin implements

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from awex_core.commit.modes import VerifyMode
+from awex_core.commit.modes import ReceiveMode, ShadowFallback, VerifyMode
 from awex_core.errors import ConfigError
 from awex_core.pairing import TransportName
 from awex_core.tls import Tls
@@ -26,6 +26,8 @@ _NAMES = {
     "AWEX_BUCKET_BYTES": "bucket_nbytes",
     "AWEX_CATCH_UP": "catch_up",
     "AWEX_SNAPSHOT": "snapshot",
+    "AWEX_RECEIVE": "receive",
+    "AWEX_SHADOW_FALLBACK": "shadow_fallback",
 }
 
 
@@ -53,9 +55,12 @@ class SyncConfig:
     """Whether an engine that is behind takes a newer version from another engine, between the trainer's."""
     snapshot: SnapshotMode = "wait"
     """What publishing without blocking does while engines need the last copy: ``wait``, or ``replace`` it if unread."""
-
     tls: Tls | None = None
     """Certificates for the meta server, if it speaks TLS."""
+    receive: ReceiveMode = "in_place"
+    """Where an engine receives: ``shadow`` costs a second buffer and pauses for one local copy only."""
+    shadow_fallback: ShadowFallback = "error"
+    """What an engine does that has no memory for that buffer: refuse the trainer's model, or receive in place."""
 
     def __post_init__(self) -> None:
         host, _, port = self.meta_server.rpartition(":")
@@ -64,6 +69,8 @@ class SyncConfig:
         _check_choice("transport", self.transport, get_args(TransportName))
         _check_choice("verify", self.verify, get_args(VerifyMode))
         _check_choice("snapshot", self.snapshot, get_args(SnapshotMode))
+        _check_choice("receive", self.receive, get_args(ReceiveMode))
+        _check_choice("shadow_fallback", self.shadow_fallback, get_args(ShadowFallback))
         for name in ("sync_timeout_s", "connect_timeout_s", "bucket_nbytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")

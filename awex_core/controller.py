@@ -6,8 +6,9 @@ One per process that accepts requests; when an engine has several, the meta
 server elects one and the others follow. Per version::
 
     connect   workers plan and connect; requests keep running. A failure leaves READY(v)
+    prefetch  (shadow mode) workers receive into a second buffer and verify; so does a failure here
     pause     no token is computed from here on
-    receive   all workers receive, verify, finish. A failure leaves TORN
+    receive   all workers receive and verify, or copy what they prefetched, and finish. A failure leaves TORN
     commit    the meta server records it, unless the trainer has given up. A refusal leaves TORN
     resume    the new version becomes visible, caches of the old one are gone
 
@@ -21,7 +22,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from awex_core.config import SyncConfig
 from awex_core.engine import EngineHost
@@ -60,6 +61,8 @@ class EngineController:
         self.version: Version = INITIAL
         self.reason = ""
         self.elected = False
+        self.receiving: Version | None = None
+        """The version that arrives in the second buffer, while requests run."""
         self.last_sync: dict[str, float] = {}
         self._host = host
         self._client = MetaClient.of(config)
@@ -115,6 +118,8 @@ class EngineController:
             "reason": self.reason,
             "elected": self.elected,
             "closed": self.why_closed(),
+            "receive": self.config.receive,
+            "receiving": str(self.receiving or ""),
             "last_sync": self.last_sync,
         }
 
@@ -241,25 +246,27 @@ class EngineController:
         """One version, from connect to resume."""
         limit_s = sync.remaining_s + _GRACE_S
         await self._report(sync.version, "updating")
+        shadow, figures = self.config.receive == "shadow", dict[str, float]()
         failure = await self._connect(sync.version, limit_s)
+        if shadow and not failure:
+            failure = await self._prefetch(sync.version, figures, limit_s)
         if failure:
-            await self._within(limit_s, self._host.release(), "the workers to let go of a version")
-            await self._report(sync.version, "failed", failure)
+            await self._let_go(sync.version, failure, limit_s)
             return
-        was_torn, paused_at = self.state == "torn", time.perf_counter()
-        self._paused = True
-        figures: dict[str, float] = {}
+        paused_at, self._paused = time.perf_counter(), True
         try:
             await self._within(limit_s, self._host.pause(), "the engine to pause")
+            if shadow and (failure := await self._failure(sync.version)):
+                raise TransferError(failure)
             self.state = "updating"
             await self._within(limit_s, self._host.receive(sync.version), "the workers to receive a version")
             figures["update_s"] = time.perf_counter() - paused_at
             await self._commit(sync.version, figures, limit_s)
         except Exception as error:  # noqa: BLE001 - from here on bytes may have moved, whatever was raised
-            if self.state == "updating" or was_torn:
+            if self.state == "updating":
                 await self._torn(sync.version, str(error), limit_s)
-            else:  # it did not even pause: nothing has moved
-                await self._report(sync.version, "failed", str(error))
+            else:  # no live weight has changed: an engine that was torn stays so, another one resumes
+                await self._let_go(sync.version, str(error), limit_s)
             return
         await self._resume()
         self.last_sync = figures | {"pause_s": time.perf_counter() - paused_at}
@@ -278,6 +285,23 @@ class EngineController:
         except Exception as error:  # noqa: BLE001 - whatever it was, the workers must be told to let go
             return str(error) or type(error).__name__
 
+    async def _prefetch(self, version: Version, figures: dict[str, float], limit_s: float) -> str:
+        """Have the workers receive while requests run; returns why that failed, or nothing."""
+        begun, self.receiving = time.perf_counter(), version
+        try:
+            await self._within(limit_s, self._host.prefetch(version), "the workers to begin to receive a version")
+            return await self._call(lambda: self._await_workers(version, limit_s, "prefetched"))
+        except Exception as error:  # noqa: BLE001 - as in _connect
+            return str(error) or type(error).__name__
+        finally:
+            self.receiving = None
+            figures["receive_s"] = time.perf_counter() - begun
+
+    async def _let_go(self, version: Version, reason: str, limit_s: float) -> None:
+        """A version failed before a live weight changed: the old one is served on."""
+        await self._within(limit_s, self._host.release(), "the workers to let go of a version")
+        await self._report(version, "failed", reason)
+
     async def _resume(self) -> None:
         """Resume at the version that is served; the loop tries again if this fails."""
         await self._within(_GRACE_S, self._host.resume(self.version), "the engine to resume")
@@ -290,7 +314,7 @@ class EngineController:
             raise SyncTimeout(f"engine {self.engine}: waited {limit_s:.0f} s for {what}") from error
 
     async def _commit(self, version: Version, figures: dict[str, float], limit_s: float) -> None:
-        failure = await self._call(lambda: self._await_workers(version, limit_s))
+        failure = await self._call(lambda: self._await_workers(version, limit_s, "reported"))
         if failure:
             raise TransferError(failure)
         accepted, reason = await self._report(version, "committed", figures=figures)
@@ -317,8 +341,8 @@ class EngineController:
                 return sync
         return None
 
-    def _await_workers(self, version: Version, limit_s: float) -> str:
-        """Wait until every worker holds the version; returns why one does not, or nothing.
+    def _await_workers(self, version: Version, limit_s: float, step: Literal["prefetched", "reported"]) -> str:
+        """Wait until every worker has done a step of the version; returns why one has not, or nothing.
 
         An engine's call may return when its first workers are done (the later stages of a pipeline follow).
         """
@@ -327,8 +351,8 @@ class EngineController:
             failure, sync = self._failure_in(view, version), self._sync_in(view, version)
             if failure or sync is None:
                 return failure
-            held = sync.engines[self.engine].reported
-            return "" if all(worker.rank in held for worker in view.engines[self.engine].workers) else None
+            done = getattr(sync.engines[self.engine], step)
+            return "" if all(worker.rank in done for worker in view.engines[self.engine].workers) else None
 
         what = f"all workers of engine {self.engine} to report version {version}"
         return self._client.wait_for(settled, timeout_s=limit_s, what=what)

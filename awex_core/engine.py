@@ -4,7 +4,7 @@
 are called by ``WeightReader``, in this order::
 
     trace(manifest)                once per trainer model; may be repeated
-    begin() -> Memory              once per version, after ``trace``, before the first byte
+    begin() -> Memory              once per version, after ``trace``, before the first live byte changes
     finish() | abort()             once per version: after all bytes are verified, or after a failure
     lend() -> Memory               at any time between versions, after ``trace``
 
@@ -107,11 +107,20 @@ class EngineHost(Protocol):
     async def pause(self) -> None:
         """Stop computing tokens; keep, or end, the requests in flight, as configured."""
 
+    async def prefetch(self, version: Version) -> None:
+        """After ``connect``, in shadow mode: have every worker begin to receive into its second buffer.
+
+        Returns at once and holds up no request; workers report when they are done.
+        """
+
     async def receive(self, version: Version) -> None:
-        """Have every worker receive, verify and finish ``version``; workers report success and failure."""
+        """Have every worker receive, verify and finish ``version``; workers report success and failure.
+
+        What was prefetched is copied into the live weights instead.
+        """
 
     async def release(self) -> None:
-        """End an update that failed before any byte moved, on every worker."""
+        """End an update that failed before a live weight changed, on every worker."""
 
     async def resume(self, version: Version) -> None:
         """Make ``version`` visible, make sure that nothing cached under another is used, and go on."""

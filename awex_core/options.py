@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from awex_core.commit.modes import ReceiveMode
 from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
 from awex_core.meta.client import MetaClient
@@ -26,6 +27,7 @@ _ENV = {
     "weight_sync_job": "AWEX_JOB",
     "weight_sync_engine": "AWEX_ENGINE",
     "weight_sync_kv": "AWEX_KV",
+    "weight_sync_receive": "AWEX_RECEIVE",
     "weight_sync_require_version": "AWEX_REQUIRE_VERSION",
 }
 """Flag -> variable."""
@@ -84,6 +86,13 @@ def add_flags(parser: Any, backend_action: str | type[argparse.Action] = "store"
         default=None,
         help="what happens to the KV cache of requests in flight: recompute it under the new weights (default), "
         "keep it, or abort the requests",
+    )
+    group.add_argument(
+        "--weight-sync-receive",
+        choices=get_args(ReceiveMode),
+        default=None,
+        help="receive into the weights while paused (default), or into a second buffer while requests run: the pause "
+        "is then one copy within the device, for twice the memory",
     )
     group.add_argument(
         "--weight-sync-require-version",

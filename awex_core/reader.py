@@ -25,7 +25,16 @@ from awex_core.commit.digest import (
 from awex_core.commit.modes import VerifyMode
 from awex_core.config import SyncConfig
 from awex_core.engine import TracedModel, WorkerModel
-from awex_core.errors import AwexError, MetaServerError, PlanError, SyncTimeout, TransferError, VerifyError, list_faults
+from awex_core.errors import (
+    AwexError,
+    ConfigError,
+    MetaServerError,
+    PlanError,
+    SyncTimeout,
+    TransferError,
+    VerifyError,
+    list_faults,
+)
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_manifest, encode_layout
 from awex_core.lender import Lender, copy_key
@@ -34,6 +43,7 @@ from awex_core.meta.messages import EngineView, JobView, SyncView, WorkerInfo, W
 from awex_core.plan import SourceIndex, check_precision, index_sources
 from awex_core.process import this_process
 from awex_core.session import LayoutCache, ReaderSession, SessionKey, check_complete, has_traced, refusals
+from awex_core.shadow import Pieces, Shadow, beside_compute
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.version import INITIAL, Version
 
@@ -48,6 +58,9 @@ _LENDING_S = 5.0
 
 _SIBLINGS_S = 5.0
 """How long joining waits for the engine's other workers to have traced."""
+
+_ABANDONED_S = 5.0
+"""How long a version waits for the thread that still receives one before it, which has failed."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,12 @@ class _Attempt:
     progress: Progress = field(default_factory=Progress)
     figures: dict[str, float] = field(default_factory=dict)
     failure: str = ""
+    prefetched: bool = False
+    """In the second buffer, whole and verified."""
     received: bool = False
+    """Wanted as well: the engine is paused for it."""
+    pieces: Pieces | None = None
+    """In shadow mode: what becomes live once it is received."""
 
 
 class WeightReader:
@@ -114,7 +132,8 @@ class WeightReader:
         self._traced: tuple[str, TracedModel] | None = None
         self._session: ReaderSession | None = None
         self._attempt: _Attempt | None = None
-        self._memory: Memory | None = None
+        self._shadow: Shadow | None = None
+        self._prefetching: threading.Thread | None = None
         self._lending: threading.Thread | None = None
 
     @property
@@ -179,12 +198,30 @@ class WeightReader:
             begun = time.perf_counter()
             traced = self.model.trace(manifest)
             self._log_trace(traced, time.perf_counter() - begun)
+            self._shadow = None  # frees another model's before this one's is made
+            self._shadow = self._make_shadow(traced)
             self._traced = (name, traced)
         if self._info.manifest != name or self._info.reason:  # another trainer's model may have come between
             layout = self._client.put_blob(encode_layout(self._traced[1].layout))
             replaced = [module.name for module in self._traced[1].loader_path]
-            self._tell(layout=layout, manifest=name, reason="", replaced=replaced)
+            self._tell(layout=layout, manifest=name, reason="", replaced=replaced, shadow=self._shadow is not None)
         return self._traced[1]
+
+    def _make_shadow(self, traced: TracedModel) -> Shadow | None:
+        """The second buffer; None when this engine receives in place.
+
+        Raises:
+            ConfigError: there is no memory for it, and receiving in place instead was not asked for.
+        """
+        if self.config.receive == "in_place":
+            return None
+        try:
+            return Shadow(traced.layout, self.model.device)
+        except ConfigError as error:
+            if self.config.shadow_fallback == "error":
+                raise
+            logger.warning("awex: worker %d: versions are received in place: %s", self._info.rank, error)
+            return None
 
     def _tell(self, **what: Any) -> None:
         self._info = msgspec.structs.replace(self._info, told=self._info.told + 1, **what)
@@ -254,28 +291,73 @@ class WeightReader:
             update = self._wait_for_update(version, deadline)
             sync = update.sync
             self._attempt = attempt = _Attempt(sync.version, update.copy, Deadline.after(sync.remaining_s))
+            self._end_prefetch()
             attempt.only = self._changed(sync)
-            session = self._ensure_session(update, self._trace(update.writers[0].manifest), attempt.deadline)
+            traced = self._trace(update.writers[0].manifest)
+            session = self._ensure_session(update, traced, attempt.deadline)
             session.select(attempt.only)  # now, while requests run
+            if self._shadow is not None:
+                attempt.pieces = self._shadow.select(attempt.only, traced.staged_tensors)
             attempt.figures["plan_s"] = session.plan_s
         except Exception as error:
-            self._fail(version, error)
+            self._attempt = self._attempt or _Attempt(version or self.version, "", Deadline.after(0))
+            self._fail(self._attempt, error)
             if not self.controlled:
                 raise
 
+    def prefetch(self) -> None:
+        """After ``connect``, with a controller: receive into the second buffer, in a thread; returns at once.
+
+        Reports when this worker has nothing more to do before the pause. That is so at once when some worker of
+        the engine has no second buffer: then all receive in place.
+        """
+        attempt = self._attempt
+        if attempt is not None and not attempt.failure:
+            self._prefetching = threading.Thread(
+                target=self._prefetch, args=(attempt,), name="awex-prefetch", daemon=True
+            )
+            self._prefetching.start()
+
+    def _prefetch(self, attempt: _Attempt) -> None:
+        try:
+            if self._shadow is not None:
+                with beside_compute(self.model.device):
+                    self._receive(attempt)
+                attempt.prefetched = True
+            self._client.report_worker(self._info.process.incarnation, attempt.version, prefetched=True)
+        except Exception as error:  # noqa: BLE001 - nobody would hear of it but through the meta server
+            self._fail(attempt, error)
+
+    def _end_prefetch(self) -> None:
+        """Make sure that nothing writes to the second buffer any more.
+
+        Raises:
+            TransferError: a version that was given up still arrives, since a peer neither goes on nor goes away.
+        """
+        if self._prefetching is not None:
+            self._prefetching.join(_ABANDONED_S)
+            if self._prefetching.is_alive():
+                raise TransferError("a version that has failed is still being received; its peer does not answer")
+            self._prefetching = None
+
     def receive(self) -> None:
-        """After ``connect``: pull and verify. Nothing may compute with the weights meanwhile.
+        """After ``connect``: pull and verify what ``prefetch`` has not. Nothing may compute with the weights meanwhile.
 
         Raises:
             AwexError: (only without a controller) what went wrong, naming the peer.
         """
         attempt = self._attempt
-        if attempt is None or attempt.failure:
+        if attempt is None:
             return
         try:
-            self._receive(attempt)
+            self._end_prefetch()
+            if attempt.failure:
+                return
+            if not attempt.prefetched:
+                self._receive(attempt)
+            attempt.received = True
         except Exception as error:
-            self._fail(attempt.version, error)
+            self._fail(attempt, error)
             if not self.controlled:
                 raise
 
@@ -306,11 +388,19 @@ class WeightReader:
         if sync is None or sync.engines[self.engine].outcome == "failed":
             raise TransferError(f"version {attempt.version} ended before it was received{_why(sync, self.engine)}")
         begun = time.perf_counter()
-        self._memory = self.model.begin()
-        session.receive(self._memory, attempt.progress, attempt.deadline, attempt.only)
-        write_constants(traced, self._memory)
+        shadow = self._shadow
+        if shadow is not None:
+            memory, shadow.holds = shadow.memory, None
+        else:
+            memory = self.model.begin()
+        session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
+        if shadow is None:
+            write_constants(traced, memory)
         received = time.perf_counter()
-        verified = self._verify(sync, attempt, traced, session, self._memory)
+        verified = self._verify(sync, attempt, traced, session, memory)
+        if shadow is not None:
+            shadow.holds = attempt.version
+            attempt.figures["shadow_nbytes"] = float(shadow.nbytes)
         attempt.figures |= {
             "verified_nbytes": float(verified),
             "transfer_s": received - begun,
@@ -319,7 +409,6 @@ class WeightReader:
             "staging_nbytes": float(attempt.progress.peak_staging),
             "loader_path_nbytes": float(traced.loader_path_nbytes),
         }
-        attempt.received = True
 
     def _changed(self, sync: SyncView) -> list[str]:
         """Patterns of the tensors to pull; none means all.
@@ -332,6 +421,11 @@ class WeightReader:
         if self.version != sync.base:
             raise TransferError(
                 f"version {sync.version} is a partial update of {sync.base}, but this worker holds {self.version}"
+            )
+        if self._shadow is not None and self._shadow.holds != sync.base:
+            raise TransferError(
+                f"version {sync.version} is a partial update of {sync.base}, but this worker's second buffer holds "
+                f"{self._shadow.holds or 'parts of a version that failed'}"
             )
         return sync.only
 
@@ -362,6 +456,7 @@ class WeightReader:
         engine = self._wait_for_siblings(update.writers[0].manifest, limit_s)
         sources = self._sources(update.writers)
         self._check_complete(sources, engine)
+        self._agree_on_shadow(engine)
         if update.copy:
             check_precision(sources, traced.layout)
         device = self.model.device
@@ -378,6 +473,16 @@ class WeightReader:
             deadline,
         )
         return self._session
+
+    def _agree_on_shadow(self, engine: EngineView) -> None:
+        """Receive in place if any worker has to: one that waits for the pause may hold up all the others."""
+        lacking = [worker.rank for worker in engine.workers if not worker.shadow]
+        if self._shadow is not None and lacking:
+            logger.warning(
+                "awex: worker %d: versions are received in place, as by workers %s", self._info.rank, lacking
+            )
+            self._shadow = None
+            self._tell(shadow=False)
 
     def _verify(
         self, sync: SyncView, attempt: _Attempt, traced: TracedModel, session: ReaderSession, memory: Memory
@@ -398,6 +503,8 @@ class WeightReader:
             # One-sided, so pulling once more takes nobody's help; a bit may have flipped on the way.
             logger.warning("awex: worker %d: the digest differs; pulling once more", self._info.rank)
             session.receive(memory, Progress(), attempt.deadline)
+            if self._shadow is not None:
+                attempt.pieces = self._shadow.select(())  # of a partial update, more than it names
             actual = found()
         if not np.array_equal(expected, actual):
             suspects = differing_tensors(expected, actual, tensors)
@@ -420,24 +527,24 @@ class WeightReader:
     def finish(self) -> None:
         """After ``receive``: let the engine finish its post-load steps, then report to the meta server.
 
-        Without a ``receive`` that succeeded it only lets go of the version.
+        Without a ``receive`` that succeeded it only lets go of the version, whatever was prefetched.
 
         Raises:
             AwexError: (only without a controller) the version was not committed.
         """
         attempt, self._attempt = self._attempt, None
         if attempt is None or attempt.failure or not attempt.received:
-            self._memory = None
+            if attempt is not None:
+                attempt.deadline.expire()  # a thread may still receive it
             self.model.abort()
             return
-        begun = time.perf_counter()
-        self._memory = None
         try:
+            self._swap(attempt)
+            begun = time.perf_counter()
             self.model.finish()
         except Exception as error:
-            self._attempt = attempt
-            self._fail(attempt.version, error)
-            self._attempt = None
+            self.model.abort()
+            self._fail(attempt, error)
             if not self.controlled:
                 raise
             return
@@ -447,6 +554,17 @@ class WeightReader:
             self.version = attempt.version
         else:
             self._wait_for_outcome(attempt.version)
+
+    def _swap(self, attempt: _Attempt) -> None:
+        """Make what lies in the second buffer live; nothing to do for what was received in place."""
+        shadow, traced = self._shadow, self.traced
+        if shadow is None or traced is None or attempt.pieces is None:
+            return
+        begun = time.perf_counter()
+        live = self.model.begin()
+        shadow.copy_to(live, attempt.pieces)
+        write_constants(traced, live)
+        attempt.figures["swap_s"] = time.perf_counter() - begun
 
     def _report(self, attempt: _Attempt) -> None:
         incarnation = self._info.process.incarnation
@@ -475,11 +593,9 @@ class WeightReader:
             raise TransferError(f"version {version} was not committed by every worker of engine {self.engine}")
         self.version = version
 
-    def _fail(self, version: Version | None, error: Exception) -> None:
+    def _fail(self, attempt: _Attempt, error: Exception) -> None:
         logger.error("awex: worker %d of engine %s: %s", self._info.rank, self.engine, error)
-        attempt = self._attempt or _Attempt(version or self.version, "", Deadline.after(0))
         attempt.failure = str(error) or type(error).__name__
-        self._attempt = attempt
         self._close_session()
         try:
             self._client.report_worker(
@@ -499,6 +615,10 @@ class WeightReader:
 
     def close(self) -> None:
         """Leave the job."""
+        if self._attempt is not None:
+            self._attempt.deadline.expire()
+        if self._prefetching is not None:
+            self._prefetching.join(_ABANDONED_S)
         self._close_session()
         if self._lending is not None:
             self._lending.join(_LENDING_S)

@@ -1,7 +1,13 @@
-"""How much of a version is verified before it is served."""
+"""How a version is received, and how much of it is verified before it is served."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 VerifyMode = Literal["off", "sampled", "full"]
+
+ReceiveMode = Literal["in_place", "shadow"]
+"""Into the live weights while paused, or into a second buffer while requests run."""
+
+ShadowFallback = Literal["error", "in_place"]
+"""What becomes of ``shadow`` where there is no memory for the second buffer."""

@@ -229,12 +229,18 @@ class MetaClient:
         version: Version,
         *,
         failed: bool = False,
+        prefetched: bool = False,
         reason: str = "",
         figures: Mapping[str, float] | None = None,
     ) -> ReportReply:
         """A worker has received ``version``, or could not. Figures named ``*_s`` are times, others add up."""
         message = ReportWorker(
-            incarnation=incarnation, version=version, failed=failed, reason=reason, figures=dict(figures or {})
+            incarnation=incarnation,
+            version=version,
+            failed=failed,
+            prefetched=prefetched,
+            reason=reason,
+            figures=dict(figures or {}),
         )
         return self._post(message, ReportReply)
 

@@ -77,6 +77,8 @@ class WorkerInfo(_Message, frozen=True):
     layout: str = ""
     manifest: str = ""
     reason: str = ""
+    shadow: bool = False
+    """Whether it has a second buffer, to receive into while requests run; it is used when all workers have one."""
     replaced: list[str] = []
     """Modules whose weights, as the checkpoint has them, exist only during an update: it cannot lend these."""
     told: int = 0
@@ -108,6 +110,8 @@ class EngineSync(_Message, frozen=True):
     reason: str = ""
     figures: dict[str, float] = {}
     reported: list[int] = []
+    prefetched: list[int] = []
+    """The workers that have nothing more to do before the pause."""
     partial: bool = False
     """Whether it holds the base of a partial update, and so gets only what has changed."""
 
@@ -246,11 +250,15 @@ class PublishDigest(_Message, frozen=True):
 
 
 class ReportWorker(_Message, frozen=True):
-    """A worker has received ``version`` (or not). Commits an engine without a controller when all have."""
+    """A worker has received ``version`` (or not). Commits an engine without a controller when all have.
+
+    ``prefetched`` says less: that it has nothing more to do before the pause.
+    """
 
     incarnation: str
     version: Version
     failed: bool = False
+    prefetched: bool = False
     reason: str = ""
     figures: dict[str, float] = {}
 

@@ -52,6 +52,7 @@ class Sync:
     arrived: set[int] = field(default_factory=set)
     parts: dict[str, EngineSync] = field(default_factory=dict)
     reported: dict[str, set[int]] = field(default_factory=dict)
+    prefetched: dict[str, set[int]] = field(default_factory=dict)
     digests: dict[str, dict[int, bytes]] = field(default_factory=dict)
     reason: str = ""
     superseded: bool = False
@@ -72,7 +73,11 @@ class Sync:
         )
 
     def _shown(self, name: str) -> EngineSync:
-        return msgspec.structs.replace(self.parts[name], reported=sorted(self.reported.get(name, ())))
+        return msgspec.structs.replace(
+            self.parts[name],
+            reported=sorted(self.reported.get(name, ())),
+            prefetched=sorted(self.prefetched.get(name, ())),
+        )
 
     def pending(self) -> list[str]:
         """The engines that have neither committed nor failed."""
@@ -179,6 +184,9 @@ class Sync:
         reported = self.reported.setdefault(engine.name, set())
         if before.outcome not in TERMINAL and message.failed:
             self.fail(engine.name, f"{describe(info)}: {message.reason or 'it gave no reason'}")
+        elif message.prefetched:
+            self.prefetched.setdefault(engine.name, set()).add(info.rank)
+            self.pulse.changed()
         elif before.outcome not in TERMINAL and info.rank not in reported:
             reported.add(info.rank)
             self.pulse.changed()

@@ -150,6 +150,11 @@ class Site:
         """The engine's."""
         return str(self.engine.status()["state"])
 
+    def moves_bytes(self) -> bool:
+        """Whether a version is on its way into it: while paused, or into its second buffer."""
+        status = self.engine.status()
+        return status["state"] == "updating" or bool(status["receiving"])
+
     def wait_for_refusal(self, name: str) -> None:
         """Wait until it refuses the trainer's model for this tensor."""
         eventually(lambda: name in self.engine.status()["reason"], f"refusing {name}")
@@ -195,6 +200,15 @@ class Site:
         answer = self.answer()
         assert answer.tokens == tokens, f"{answer} where a fresh engine says {tokens}"
 
+    def check_kept(self, before: Answer, checkpoint: int | Path) -> None:
+        """After a version that failed before the pause: it serves what it did, bit for bit the checkpoint."""
+        eventually(lambda: not self.moves_bytes(), "the end of the update")
+        assert (self.state(), self.answer()) == ("ready", before)
+        found = self.new_folder("found")
+        self.engine.dump(found)
+        differences = self.compare(found, self.expected(checkpoint)[0])
+        assert not differences, "\n".join(differences)
+
     def check_intact_or_refusing(self, before: Answer) -> str:
         """After a version that failed: it serves what it did, or nothing and says why. Returns its state."""
         eventually(lambda: self.state() != "updating", "the end of the update")
@@ -224,7 +238,7 @@ class Site:
             with stopped(trainer.ranks[-1].pid):
                 go_on()
                 if one_sided:
-                    eventually(lambda: self.state() == "updating", "moving bytes")
+                    eventually(lambda: self.moves_bytes(), "moving bytes")
                 yield
 
 
@@ -257,8 +271,8 @@ def eventually(condition: Callable[[], bool], what: str, limit_s: float = PATIEN
 # --- the tests --------------------------------------------------------------------------------------
 
 
-class EngineTests:
-    """What every engine with a plugin must do.
+class SiteTests:
+    """One engine, and what its tests need.
 
     A subclass gives these fixtures, all of class scope:
 
@@ -276,9 +290,6 @@ class EngineTests:
     ``compare``
         a function from two folders with dumps to what differs between them, by name; nothing if they are equal.
     """
-
-    omitted: tuple[str, ...] = ("model.layers.1.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight")
-    """Tensors of the checkpoint that have the same name in the engine; one by one, a trainer lacks them."""
 
     changed = "model.layers.2.*"
     """Pattern of the tensors that a partial update moves."""
@@ -309,6 +320,13 @@ class EngineTests:
             assert early.publish(1)["committed"] == [], "nobody is there yet"
             engine = stack.enter_context(closing(launch(checkpoint(0))))
             yield Site(engine, members, checkpoint, fresh, compare, folder, early, client)
+
+
+class EngineTests(SiteTests):
+    """What every engine with a plugin must do."""
+
+    omitted: tuple[str, ...] = ("model.layers.1.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight")
+    """Tensors of the checkpoint that have the same name in the engine; one by one, a trainer lacks them."""
 
     def test_an_engine_that_comes_late_takes_the_next_version(self, site: Site) -> None:
         """It serves what it was started on until there is one."""
@@ -409,6 +427,69 @@ class EngineTests:
                 assert state == "ready" or not _is_complete(request, 400), "a torn engine went on with a request"
         with site.trainer(3) as trainer:
             site.check_serves(trainer.publish(1), 3)
+
+
+class ShadowTests(SiteTests):
+    """What an engine in shadow mode must do: it runs while a version arrives, and serves on when none does."""
+
+    def test_requests_run_while_a_version_arrives(self, site: Site) -> None:
+        """A request that comes meanwhile is answered by the old weights; those in flight reach their end."""
+        before = site.answer()
+        with ExitStack() as stack:
+            trainer = stack.enter_context(site.trainer(2, world=2))
+            eventually(lambda: site.has_traced_for(trainer), "tracing for the trainer")
+            pool = stack.enter_context(ThreadPoolExecutor())
+            flying = [pool.submit(site.engine.complete, [seed, *PROMPT], 400) for seed in range(2)]
+            with site.unfinished(trainer, self.long_s, self.one_sided):
+                assert site.answer() == before
+                assert site.state() == "ready"
+            site.check_serves(trainer.receive(self.long_s + PATIENCE_S)[0], 2)
+            assert all(_is_complete(request, 400) for request in flying)
+
+    def test_versions_follow_one_another_whole_and_in_part(self, site: Site) -> None:
+        """A partial update completes what the second buffer holds; the pause has no transfer in it."""
+        with site.trainer(1) as trainer:
+            site.check_serves(trainer.publish(1), 1)
+            mixed = site.mixed(1, 3, self.changed)
+            trainer.load(mixed)
+            result = trainer.publish(2, only=[self.changed])
+            site.check_serves(result, mixed)
+            (figures,) = result["figures"].values()
+            assert figures["moved_nbytes"] < figures["shadow_nbytes"] and figures["receive_s"] > figures["swap_s"] > 0
+
+    def test_a_trainer_rank_that_is_killed_while_a_version_arrives(self, site: Site) -> None:
+        """It is named; the engine is never paused, keeps every bit, and follows the next trainer."""
+        with site.trainer(1) as trainer:
+            site.check_serves(trainer.publish(1), 1)
+        before = site.answer()
+        with ExitStack() as stack:
+            trainer = stack.enter_context(site.trainer(2, world=2))
+            eventually(lambda: site.has_traced_for(trainer), "tracing for the trainer")
+            pool = stack.enter_context(ThreadPoolExecutor())
+            flying = [pool.submit(site.engine.complete, [seed, *PROMPT], 400) for seed in range(2)]
+            with site.unfinished(trainer, self.long_s, self.one_sided):
+                trainer.ranks[1].kill()
+                with pytest.raises(TrainerError, match="rank 1"):
+                    trainer.ranks[0].receive(self.long_s + PATIENCE_S)
+            site.check_kept(before, 1)
+            assert all(_is_complete(request, 400) for request in flying)
+        with site.trainer(3) as trainer:
+            site.check_serves(trainer.publish(1), 3)
+
+    def test_a_version_that_the_trainer_gives_up_while_it_arrives(self, site: Site) -> None:
+        """The time limit ends it on both sides; the same trainer's next version is followed."""
+        with site.trainer(3) as trainer:
+            site.check_serves(trainer.publish(1), 3)
+        before = site.answer()
+        with site.trainer(1, world=2) as trainer:
+            with site.unfinished(trainer, self.short_s, self.one_sided):
+                with pytest.raises(TrainerError, match="not committed after"):
+                    trainer.ranks[0].receive(self.short_s + PATIENCE_S)
+            with pytest.raises(TrainerError, match="not committed after"):
+                trainer.ranks[1].receive()
+            site.check_kept(before, 3)
+            trainer.load(site.checkpoint(2))
+            site.check_serves(trainer.publish(2), 2)
 
 
 def _is_complete(request: Future[dict[str, Any]], tokens: int) -> bool:

@@ -180,6 +180,11 @@ class FakeEngine:
         self.events.append(f"connect {version}")
         await self._each(WeightReader.connect)
 
+    async def prefetch(self, version: Version) -> None:
+        """See ``EngineHost.prefetch``."""
+        self.events.append("prefetch")
+        await self._each(WeightReader.prefetch)
+
     async def pause(self) -> None:
         """See ``EngineHost.pause``."""
         self.events.append("pause")

@@ -30,7 +30,7 @@ Programs = Mapping[int, CopyProgram]
 """Copy programs by the peer's rank: per destination on the sender, per source on the receiver."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Deadline:
     """A point in monotonic time that no wait may cross."""
 
@@ -40,6 +40,10 @@ class Deadline:
     def after(seconds: float) -> Deadline:
         """The deadline ``seconds`` from now."""
         return Deadline(time.monotonic() + seconds)
+
+    def expire(self) -> None:
+        """Nobody wants the outcome any more: let whoever works until then, in another thread, end soon."""
+        self.at = 0.0
 
     def remaining(self, what: str) -> float:
         """Seconds left.

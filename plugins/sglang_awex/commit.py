@@ -46,6 +46,10 @@ class SglangHost:
         """See ``EngineHost.connect``."""
         await self._run("connect")
 
+    async def prefetch(self, version: Version) -> None:
+        """See ``EngineHost.prefetch``."""
+        await self._run("prefetch")
+
     async def pause(self) -> None:
         """See ``EngineHost.pause``.
 

@@ -98,6 +98,9 @@ class Worker:
     def _connect(self) -> None:
         self._joined().connect()
 
+    def _prefetch(self) -> None:
+        self._joined().prefetch()
+
     def _receive(self) -> None:
         self._joined().receive()
         self._joined().finish()

@@ -31,7 +31,7 @@ class VllmHost:
         """See ``EngineHost.lend``."""
         await self._init(lend=target)
 
-    async def _init(self, **what: str) -> None:
+    async def _init(self, **what: str | bool) -> None:
         """vLLM's one call to its workers that may come at any time."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -41,6 +41,10 @@ class VllmHost:
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""
         await self._engine.start_weight_update()
+
+    async def prefetch(self, version: Version) -> None:
+        """See ``EngineHost.prefetch``."""
+        await self._init(prefetch=True)
 
     async def pause(self) -> None:
         """See ``EngineHost.pause``; with ``recompute`` running requests are preempted and their blocks dropped."""

@@ -28,13 +28,15 @@ from vllm_awex.layout import VllmWorkerModel
 class AwexInitInfo(WeightTransferInitInfo):
     """``controlled`` is set by the API server's controller; a user of ``LLM(...)`` leaves it out.
 
-    So is ``lend``: the call then does nothing but begin to lend weights to the engine of that name.
+    So are ``lend`` and ``prefetch``: the call then does nothing but begin to lend weights to the engine of that
+    name, or to receive into the second buffer. vLLM takes this call at any time.
 
     ``meta_server`` and ``job`` override the environment.
     """
 
     controlled: bool = False
     lend: str = ""
+    prefetch: bool = False
     meta_server: str | None = None
     job: str | None = None
 
@@ -57,6 +59,9 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
         """Join the job, and trace the model if a trainer is there. Called again when one appears."""
         if init_info.lend:
             self.reader.lend(init_info.lend)
+            return
+        if init_info.prefetch:
+            self.reader.prefetch()
             return
         if self._reader is None:
             self._reader = self._join(init_info)

@@ -30,6 +30,8 @@ def config(**changes: Any) -> SyncConfig:
         ({"meta_server": "host:²"}, "not HOST:PORT"),
         ({"transport": "rdma"}, "transport must be one of auto, "),
         ({"verify": "yes"}, "verify must be one of off, sampled, full; got 'yes'"),
+        ({"receive": "inplace"}, "receive must be one of in_place, shadow; got 'inplace'"),
+        ({"shadow_fallback": "none"}, "shadow_fallback must be one of error, in_place; got 'none'"),
         ({"sync_timeout_s": 0}, "sync_timeout_s must be positive and finite, got 0"),
         ({"sync_timeout_s": float("inf")}, "sync_timeout_s must be positive and finite, got inf"),
         ({"connect_timeout_s": float("nan")}, "connect_timeout_s must be positive and finite, got nan"),
@@ -63,9 +65,22 @@ def test_every_setting_has_a_variable() -> None:
         "AWEX_SYNC_TIMEOUT": "12.5",
         "AWEX_CONNECT_TIMEOUT": "3",
         "AWEX_BUCKET_BYTES": "1024",
+        "AWEX_CATCH_UP": "off",
+        "AWEX_RECEIVE": "shadow",
+        "AWEX_SHADOW_FALLBACK": "in_place",
     }
     assert SyncConfig.from_env(environ) == SyncConfig(
-        SERVER, "s3cret-token", "run-7", "nccl", "sampled", sync_timeout_s=12.5, connect_timeout_s=3, bucket_nbytes=1024
+        SERVER,
+        "s3cret-token",
+        "run-7",
+        "nccl",
+        "sampled",
+        sync_timeout_s=12.5,
+        connect_timeout_s=3,
+        bucket_nbytes=1024,
+        catch_up=False,
+        receive="shadow",
+        shadow_fallback="in_place",
     )
 
 

@@ -275,6 +275,16 @@ def test_a_worker_cannot_hold_two_seats():
         store.join_worker(worker("f", process=process("e-0-1")), 0)
 
 
+def test_a_worker_that_has_prefetched_does_not_hold_the_version_yet():
+    store = open_store()
+    before = store.revision
+    said = m.ReportWorker(incarnation="e-0-1", version=FIRST, prefetched=True)
+    assert store.report_worker(said, 0).accepted
+    assert (entry(store).outcome, entry(store).prefetched, entry(store).reported) == ("pending", [0], [])
+    assert store.revision > before
+    assert not store.report_engine(report("committed"), 0).accepted
+
+
 def test_the_first_controller_wins_and_the_next_one_takes_over():
     store = ready_store()
     generation = store.view(0).engines["e"].generation

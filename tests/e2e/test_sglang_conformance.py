@@ -6,7 +6,8 @@ import functools
 
 import pytest
 
-from tests.support.conformance import LiveEngineTests
+from awex_core.testing.engine import ShadowTests
+from tests.support.conformance import LiveEngineTests, LiveSite
 from tests.support.sglang_jobs import SglangReference, SglangServer
 
 
@@ -14,4 +15,11 @@ from tests.support.sglang_jobs import SglangReference, SglangServer
 @pytest.mark.timeout(600)
 class TestSglang(LiveEngineTests):
     server = functools.partial(SglangServer, tp=2, cold=True)
+    reference = functools.partial(SglangReference, tp=2)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+class TestSglangInShadowMode(LiveSite, ShadowTests):
+    server = functools.partial(SglangServer, tp=2, extra=["--weight-sync-receive", "shadow"])
     reference = functools.partial(SglangReference, tp=2)

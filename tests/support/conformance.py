@@ -42,8 +42,8 @@ class Fresh:
         return self.child.ask("dump", REFERENCE_S, folder=str(folder))
 
 
-class LiveEngineTests(EngineTests):
-    """The shipped suite and three tests more, on one engine."""
+class LiveSite:
+    """What the shipped suites ask of their subclasses, from real servers."""
 
     kind = "qwen3"
     server: Callable[..., Any]
@@ -104,6 +104,10 @@ class LiveEngineTests(EngineTests):
     @classmethod
     def compare(cls) -> Callable[[Path, Path], tuple[str, ...]]:
         return lambda found, expected: compare_dumps(found, expected).differences
+
+
+class LiveEngineTests(LiveSite, EngineTests):
+    """The shipped suite and three tests more, on one engine."""
 
     def test_a_model_of_other_sizes_is_refused_by_name_and_the_engine_goes_on(self, site: Site) -> None:
         before = site.answer()

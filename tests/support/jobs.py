@@ -21,6 +21,8 @@ from tests.support.trainer import RENDEZVOUS, TrainerSpec
 from tests.support.warm import ForkServer, Process, start_process
 
 BIN = Path(sys.executable).parent
+SOURCES = os.pathsep.join([str(ROOT), str(ROOT / "plugins")])
+"""This tree, whatever the environment has installed."""
 
 LEASE_S = 10.0
 START_LIMIT_S = 300.0
@@ -60,7 +62,7 @@ def engine_env(tp: int) -> dict[str, str]:
 
 def vllm_forks(folder: Path) -> ForkServer:
     """A process that vLLM's are forked from, once ``FORKS`` names the folder."""
-    return ForkServer(BIN / "python", MODULES, {**os.environ, **CPU_ENV, "PYTHONPATH": str(ROOT)}, folder)
+    return ForkServer(BIN / "python", MODULES, {**os.environ, **CPU_ENV, "PYTHONPATH": SOURCES}, folder)
 
 
 class MetaServerProcess:
@@ -183,7 +185,7 @@ class VllmServer(EngineServer):
         args += ["--max-model-len", "1024", "--tensor-parallel-size", str(tp), "--seed", "0"]
         args += ["--enable-prompt-tokens-details", "--worker-extension-cls", "tests.support.engine_dump.DumpExtension"]
         args += ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address, *extra]
-        variables = {**engine_env(tp), **meta.env, "PYTHONPATH": str(ROOT), **(env or {})}
+        variables = {**engine_env(tp), **meta.env, "PYTHONPATH": SOURCES, **(env or {})}
         super().__init__(args, variables, folder / "vllm.log", limit_s=limit_s, wait=wait, cold=cold)
 
     def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
@@ -265,7 +267,7 @@ class TrainerProcesses:
         return self._oracle
 
     def _start(self, module: str, name: str, *args: str) -> Child:
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": SOURCES}
         return Child([sys.executable, "-m", module, *args], self.folder / f"{name}.log", variables)
 
     def close(self) -> None:
@@ -346,7 +348,7 @@ class Reference(Child):
         folder.mkdir(parents=True, exist_ok=True)
         args = [sys.executable, "-m", "tests.support.reference", str(model), str(tp), dtype]
         args.append("anew" if anew else "reload")
-        super().__init__(args, folder / "reference.log", {**engine_env(tp), "PYTHONPATH": str(ROOT)})
+        super().__init__(args, folder / "reference.log", {**engine_env(tp), "PYTHONPATH": SOURCES})
 
     def wait(self) -> None:
         """Wait until it is up."""

@@ -1,0 +1,149 @@
+"""The second buffer of shadow mode: a version arrives and is verified here, while requests run on the live weights.
+
+It has the layout's buffers once more, so every piece lies at the same place in
+both, and making a version live is a copy within the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from awex_core.errors import ConfigError
+from awex_core.layout.dtypes import DTYPES
+from awex_core.layout.layout import Layout
+from awex_core.layout.live import Memory
+from awex_core.version import Version
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What is copied: byte ranges ``(buffer, begin, end)`` without a gap, and rows of the layout that have gaps."""
+
+    ranges: tuple[tuple[int, int, int], ...]
+    strided: tuple[int, ...]
+
+
+class Shadow:
+    """The memory of one worker's second buffer. ``holds`` is the version that all of it is; None while it is mixed."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        """Allocate it.
+
+        Raises:
+            ConfigError: there is no memory for it; says how many bytes were missing.
+        """
+        self.memory = _allocate_all(layout, device)
+        self.holds: Version | None = None
+        self._layout = layout
+        self._selected: tuple[tuple[str, ...], Pieces] | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # work queued earlier may still use blocks that the allocator gave again
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return sum(buffer.numel() for buffer in self.memory.buffers)
+
+    def select(self, only: Collection[str], always: Collection[str] = ()) -> Pieces:
+        """The pieces of the tensors that match a pattern in ``only`` or are named in ``always``; all without a pattern.
+
+        Worked out while requests run; a selection is kept for the next version.
+        """
+        key = tuple(only)
+        if self._selected is None or self._selected[0] != key:
+            named = frozenset(always)
+            chosen = [not key or t.name in named or _matches(t.name, key) for t in self._layout.tensors]
+            self._selected = key, self._pieces(np.asarray(chosen, dtype=bool))
+        return self._selected[1]
+
+    def _pieces(self, chosen: npt.NDArray[np.bool_]) -> Pieces:
+        layout = self._layout
+        rows = np.flatnonzero(chosen[layout.tensor] & (layout.volume > 0))
+        dense = self._span[rows] == (layout.volume * layout.itemsize)[rows]
+        return Pieces(tuple(self._ranges(rows[dense])), tuple(rows[~dense].tolist()))
+
+    def copy_to(self, live: Memory, pieces: Pieces) -> None:
+        """Copy some pieces to their places in ``live``, and wait until they are there."""
+        for buffer, begin, end in pieces.ranges:
+            live.buffers[buffer][begin:end].copy_(self.memory.buffers[buffer][begin:end])
+        for row in pieces.strided:
+            self._view(row, live).copy_(self._view(row, self.memory))
+        for device in {buffer.device for buffer in live.buffers if buffer.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
+
+    def _view(self, row: int, memory: Memory) -> torch.Tensor:
+        layout = self._layout
+        extent, stride = layout.extent[row].tolist(), layout.stride[row].tolist()
+        dtype = getattr(torch, DTYPES[int(layout.dtype[row])])
+        return memory.view(int(layout.buffer[row]), int(layout.offset[row]), extent, stride, dtype)
+
+    @property
+    def _span(self) -> npt.NDArray[np.int64]:
+        """Bytes from each piece's first element to the end of its last."""
+        layout = self._layout
+        span: npt.NDArray[np.int64] = ((layout.extent - 1) * layout.stride).sum(axis=1) + layout.itemsize
+        return span
+
+    def _ranges(self, rows: npt.NDArray[np.intp]) -> Iterator[tuple[int, int, int]]:
+        """Byte ranges of buffers that these pieces fill without a gap; pieces that touch are one range."""
+        if not len(rows):
+            return
+        # One line of addresses for all buffers, with a gap after each.
+        sizes = np.asarray([buffer.nbytes + 1 for buffer in self._layout.buffers], dtype=np.int64)
+        base = np.cumsum(sizes) - sizes
+        begin = base[self._layout.buffer[rows]] + self._layout.offset[rows]
+        order = np.argsort(begin, kind="stable")
+        begin, end = begin[order], np.maximum.accumulate((begin + self._span[rows])[order])
+        heads = np.flatnonzero(np.concatenate([[True], begin[1:] > end[:-1]]))
+        tails = np.concatenate([heads[1:], [len(begin)]]) - 1
+        buffers = self._layout.buffer[rows][order][heads]
+        for buffer, first, last in zip(buffers.tolist(), begin[heads], end[tails], strict=True):
+            yield buffer, int(first - base[buffer]), int(last - base[buffer])
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _allocate_all(layout: Layout, device: torch.device) -> Memory:
+    buffers: list[torch.Tensor] = []
+    for buffer in layout.buffers:
+        try:
+            buffers.append(allocate(buffer.nbytes, device))
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter, a subclass of it on CUDA only
+            total = sum(each.nbytes for each in layout.buffers)
+            missing = total - sum(each.numel() for each in buffers)
+            raise ConfigError(
+                f"shadow mode needs a second buffer of {total} bytes on {device}, and {missing} of them are missing "
+                f"({_first_line(error)}); leave more memory free, or set AWEX_SHADOW_FALLBACK=in_place"
+            ) from error
+    return Memory(tuple(buffers))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of one buffer."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def beside_compute(device: torch.device) -> Iterator[None]:
+    """For a thread that moves bytes while the device computes: its work has a stream of its own, done at the end."""
+    with torch.no_grad():
+        if device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
