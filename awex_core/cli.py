@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from awex_core.errors import AwexError, ConfigError
-from awex_core.tls import Tls
+from awex_core.meta.tls import Tls
 from awex_core.token import find_token, require_token
 
 if TYPE_CHECKING:

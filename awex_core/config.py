@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 from awex_core.commit.modes import ReceiveMode, ShadowFallback, VerifyMode
 from awex_core.errors import ConfigError
+from awex_core.meta.tls import Tls
 from awex_core.pairing import TransportName
-from awex_core.tls import Tls
 from awex_core.token import require_token
 
 SnapshotMode = Literal["wait", "replace"]

@@ -54,7 +54,7 @@ from awex_core.meta.messages import (
     WorkerInfo,
     WriterInfo,
 )
-from awex_core.tls import VARIABLES, Tls
+from awex_core.meta.tls import VARIABLES, Tls
 from awex_core.version import INITIAL, Version
 
 if TYPE_CHECKING:

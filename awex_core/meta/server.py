@@ -37,7 +37,7 @@ from awex_core.meta import messages
 from awex_core.meta.limits import Limits
 from awex_core.meta.messages import ErrorReply, Get, GetReply, Watch
 from awex_core.meta.store import JobStore
-from awex_core.tls import Tls
+from awex_core.meta.tls import Tls
 
 DEFAULT_LEASE_S = 10.0
 DEFAULT_MAX_BODY = 128 << 20

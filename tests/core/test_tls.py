@@ -12,7 +12,7 @@ from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, Unauthorized, Unreachable
 from awex_core.meta.client import MetaClient
 from awex_core.meta.server import MetaServer
-from awex_core.tls import Tls
+from awex_core.meta.tls import Tls
 from tests.support.authority import Authority
 
 TOKEN = "test-token"

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from awex_core.tls import Tls
+from awex_core.meta.tls import Tls
 
 DAY = datetime.timedelta(days=1)
 
