@@ -61,7 +61,7 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1 & (2**64 - 1))
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class ShmEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
