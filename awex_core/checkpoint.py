@@ -12,6 +12,7 @@ from typing import Any
 from awex_core.errors import ConfigError, LayoutError, list_faults
 from awex_core.layout.dtypes import can_convert
 from awex_core.layout.layout import CanonicalTensor
+from awex_core.layout.wire import MAX_SIZE
 
 _DTYPES = {
     "F64": "float64",
@@ -109,8 +110,10 @@ def config_fields(source: Any, more: Iterable[str] = ()) -> Mapping[str, Any]:
         raise ConfigError(f"{path} does not exist; hf_config is a checkpoint folder or its config.json")
     try:
         fields = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} holds {type(fields).__name__}, not the fields of a model's config")
     return fields
@@ -129,7 +132,7 @@ def tensor_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             files = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{index} has no weight_map of tensors to files: {error}") from error
     if not files:
         raise ConfigError(f"{folder} has no *.safetensors files; it must be a checkpoint in Hugging Face format")
@@ -164,10 +167,16 @@ def _read_header(file: Path) -> Iterator[CanonicalTensor]:
                 dtype = _DTYPES.get(entry["dtype"])
                 if dtype is None:
                     raise ConfigError(f"{file}: {name} has elements of type {entry['dtype']}, which are not supported")
-                yield CanonicalTensor(name, tuple(entry["shape"]), dtype)
+                yield CanonicalTensor(name, _read_shape(entry["shape"]), dtype)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise (
             error if isinstance(error, ConfigError) else ConfigError(f"{file} has no valid header: {error}")
         ) from error
+
+
+def _read_shape(sizes: Any) -> tuple[int, ...]:
+    if not isinstance(sizes, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in sizes):
+        raise ValueError(f"{str(sizes)[:80]!r} is not a shape")
+    return tuple(sizes)

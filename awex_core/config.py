@@ -64,7 +64,7 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         host, _, port = self.meta_server.rpartition(":")
-        if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        if not host or not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 1 << 16):
             raise ConfigError(f"meta server address {self.meta_server!r} is not HOST:PORT, for example 127.0.0.1:8900")
         _check_choice("transport", self.transport, get_args(TransportName))
         _check_choice("verify", self.verify, get_args(VerifyMode))

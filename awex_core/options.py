@@ -58,7 +58,7 @@ class EngineOptions:
         if kv not in get_args(KvMode):
             raise ConfigError(f"AWEX_KV must be one of {', '.join(get_args(KvMode))}; got {kv!r}")
         workers = environ.get("AWEX_ENGINE_WORKERS", "0")
-        if not workers.isdigit():
+        if not (workers.isascii() and workers.isdigit() and len(workers) < 10):
             raise ConfigError(f"AWEX_ENGINE_WORKERS must be a number, got {workers!r}")
         return EngineOptions(
             engine=environ.get("AWEX_ENGINE", ""),

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -44,6 +45,26 @@ logger = logging.getLogger(__name__)
 _POLL_S = 5.0
 
 
+_Value = TypeVar("_Value")
+
+GroupMeeting: TypeAlias = tuple[str, Annotated[int, msgspec.Meta(ge=1, le=65535)]]
+"""Host and port of the store at which a transfer group meets."""
+
+
+def read_value(data: bytes, kind: type[_Value], whose: str) -> _Value:
+    """What another member left.
+
+    Raises:
+        TransferError: it is something else; names ``whose`` it is.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TransferError(
+            f"what {whose} left is not to be read ({error}); install the same release of awex-plugins on both sides"
+        ) from error
+
+
 class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's word that it has planned: per writer rank, what it expects and how it will get it.
 
@@ -54,7 +75,7 @@ class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprints: dict[int, str]
     transports: dict[int, str]
     group: bool
-    bucket_nbytes: int
+    bucket_nbytes: Annotated[int, msgspec.Meta(ge=1)]
     always: list[str] = []
     """Tensors that come with every update, partial ones too."""
 
@@ -228,7 +249,10 @@ class WriterSession:
     def _accepted(self, client: MetaClient, worker: WorkerInfo, deadline: Deadline) -> Accept:
         what = f"worker {worker.rank} of engine {worker.engine} to plan"
         value = wait_for_value(client, self.key, self.key.path("accept", worker.rank), what, deadline)
-        return msgspec.msgpack.decode(value, type=Accept)
+        accept = read_value(value, Accept, f"worker {worker.rank} of engine {worker.engine}")
+        if self.rank not in accept.transports:
+            raise TransferError(f"worker {worker.rank} of engine {worker.engine} plans without writer rank {self.rank}")
+        return accept
 
     def _connect(
         self,
@@ -345,7 +369,7 @@ class ReaderSession:
         for writer in writers:
             name = choose_transport(writer.process, self.worker.process, config.transport)
             if name == shm.NAME:
-                endpoint = msgspec.msgpack.decode(client.get_blob(writer.endpoint), type=shm.ShmEndpoint)
+                endpoint = read_value(client.get_blob(writer.endpoint), shm.ShmEndpoint, f"writer rank {writer.rank}")
                 reason = shm.why_unreadable(endpoint)
                 if reason:
                     logger.warning("shared memory with writer rank %d is staged: %s", writer.rank, reason)
@@ -380,7 +404,7 @@ class ReaderSession:
     def _attach(self, rank: int, client: MetaClient, deadline: Deadline) -> shm_staged.Ring:
         path = self.key.path("ring", rank, self.worker.rank)
         value = wait_for_value(client, self.key, path, f"writer rank {rank} to offer shared memory", deadline)
-        return shm_staged.attach_ring(msgspec.msgpack.decode(value, type=shm_staged.RingAddress))
+        return shm_staged.attach_ring(read_value(value, shm_staged.RingAddress, f"writer rank {rank}"))
 
     def select(self, only: Sequence[str]) -> None:
         """Work out beforehand what ``receive`` will pull of a partial update; kept until another selection."""
@@ -426,5 +450,5 @@ def meeting_point(
     """Where the transfer group meets, once writer rank 0 has said so."""
     what = "writer rank 0 to open the transfer group"
     value = wait_for_value(client, session, session.path("group"), what, deadline)
-    host, port = msgspec.msgpack.decode(value, type=tuple[str, int])
+    host, port = read_value(value, GroupMeeting, "writer rank 0")
     return group.GroupAddress(host, port, writers, workers)

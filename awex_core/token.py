@@ -40,7 +40,7 @@ def _read(path: Path) -> str:
     try:
         token = path.read_text(encoding="utf-8").strip()
         public = path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the token file {path}: {error}") from error
     if not token:
         raise ConfigError(f"the token file {path} is empty")

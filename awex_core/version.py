@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias
+
 import msgspec
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""What a message may say: less than would overflow wherever it is added to."""
 
 
 class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -14,8 +19,8 @@ class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
     loaded by itself.
     """
 
-    epoch: int = 0
-    number: int = 0
+    epoch: Count = 0
+    number: Count = 0
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.number}"

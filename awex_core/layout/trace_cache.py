@@ -145,7 +145,7 @@ def _read(file: Path, tracked: Mapping[str, torch.Tensor]) -> Trace | None:
             return None
         found = msgspec.msgpack.decode(body, type=_File)
         layout = decode_layout(found.layout)
-    except (OSError, msgspec.DecodeError, LayoutError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, LayoutError):
         return None
     storages = storages_of(tracked)
     if [(buffer.name, buffer.nbytes) for buffer in layout.buffers] != [(n, s.nbytes()) for n, s in storages.items()]:

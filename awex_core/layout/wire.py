@@ -152,7 +152,7 @@ _T = TypeVar("_T", _WireLayout, _WireManifest)
 def _decode(data: bytes, kind: type[_T], what: str) -> _T:
     try:
         wire = msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise LayoutError(f"{len(data)} bytes do not hold a {what}: {error}") from error
     if wire.format != FORMAT_VERSION:
         raise LayoutError(
@@ -166,6 +166,8 @@ def _tensors(names: list[str], shapes: list[tuple[int, ...]], dtypes: bytes) -> 
         raise LayoutError(f"{len(names)} names, {len(shapes)} shapes and {len(dtypes)} dtypes do not match")
     if any(code >= len(DTYPES) for code in dtypes):
         raise LayoutError("a tensor has a dtype this version does not know; upgrade this side")
+    if any(len(shape) > MAX_NDIM for shape in shapes):
+        raise LayoutError(f"a tensor has more than {MAX_NDIM} dimensions")
     if any(size < 1 for shape in shapes for size in shape):
         raise LayoutError("a tensor has a dimension below 1")
     if any(math.prod(shape) > MAX_SIZE for shape in shapes):

@@ -13,6 +13,9 @@ MAX_REASON = 4096
 MAX_FENCES = 4096
 """How many fenced runs and incarnations are remembered, newest first."""
 
+MAX_NUMBER = 1 << 40
+"""Highest epoch and number that a member may claim: epochs above it must still fit a ``Version``."""
+
 MAX_WAIT_S = 86_400.0
 """Longest time limit of a sync and longest life of a key, in seconds."""
 

@@ -132,6 +132,8 @@ class Members:
         _check_texts(info)
         if not 0 <= rank < world:
             raise Refused("invalid", f"{role} rank {rank} of world {world}: ranks count from 0 to world - 1")
+        if world > self._most:
+            raise Refused("too_large", f"{role} of a world of {world}: a job may have {self._most} members")
         incarnation = info.process.incarnation
         # A controller that was replaced may stand by again.
         if role != "controller":

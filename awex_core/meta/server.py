@@ -274,7 +274,7 @@ class _Service:
     async def _body(self, request: Request, limit: int) -> bytes:
         """The body, given up on as soon as it is known to pass ``limit`` bytes."""
         size = request.headers.get("content-length", "0")
-        if size.isdigit() and int(size) > limit:
+        if size.isascii() and size.isdigit() and (len(size) > 18 or int(size) > limit):
             raise Refused("too_large", f"body of {size} bytes; at most {limit} are taken")
         chunks, total = [], 0
         async for chunk in request.stream():

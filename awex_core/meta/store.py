@@ -51,7 +51,7 @@ from awex_core.meta.pulse import Pulse
 from awex_core.meta.runs import Runs
 from awex_core.meta.sync import Sync
 from awex_core.meta.values import Blobs, Keys
-from awex_core.meta.versions import Versions
+from awex_core.meta.versions import Versions, check_version
 from awex_core.version import Version
 
 HOUSEKEEPING_S = 30.0
@@ -135,6 +135,7 @@ class JobStore:
         """
         self._begin(now)
         self._members.check("controller", message, 0, 1)
+        check_version(message.version)
         self._members.check_one_seat(self._members.controllers, message)
         engine = self._engines.named(message.engine)
         if engine.elected and engine.elected.incarnation != message.process.incarnation:
@@ -277,6 +278,7 @@ class JobStore:
     def set_engine_state(self, message: SetEngineState, now: float) -> Ok:
         """The elected controller's word on its engine outside a sync."""
         self._begin(now)
+        check_version(message.version)
         engine = self._engines.controlled_by(message.incarnation)
         self._set_state(engine, message.state, message.version, message.reason)
         return Ok()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from awex_core.errors import Fenced, Refused
 from awex_core.meta.engines import Engine
-from awex_core.meta.limits import MAX_WAIT_S
+from awex_core.meta.limits import MAX_NUMBER, MAX_WAIT_S
 from awex_core.meta.messages import Announce
 from awex_core.meta.pulse import Pulse
 from awex_core.meta.runs import Run
@@ -142,8 +142,14 @@ class Versions:
             )
 
 
+def check_version(version: Version) -> None:
+    """Refuse a version beyond all measure: the epochs that come next could not be told any more."""
+    if not (0 <= version.epoch <= MAX_NUMBER and 0 <= version.number <= MAX_NUMBER):
+        raise Refused("invalid", f"version {version}; epochs and numbers from 0 to {MAX_NUMBER} are allowed")
+
+
 def _check(message: Announce) -> None:
-    if message.number < 0:
-        raise Refused("invalid", f"version number {message.number} is negative")
+    if not 0 <= message.number <= MAX_NUMBER:
+        raise Refused("invalid", f"version number {message.number}; 0 to {MAX_NUMBER} are allowed")
     if not 0 < message.timeout_s <= MAX_WAIT_S:
         raise Refused("invalid", f"timeout_s is {message.timeout_s}; more than 0 and at most {MAX_WAIT_S:g} allowed")

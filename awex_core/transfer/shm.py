@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
@@ -60,6 +61,9 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1 & (2**64 - 1))
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
 class ShmEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a reader needs to reach a writer's memory: its process and its buffers' addresses.
 
@@ -67,9 +71,9 @@ class ShmEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads the right process and may do so.
     """
 
-    pid: int
-    addresses: list[int]
-    probe: int
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    addresses: list[Address]
+    probe: Address
     secret: bytes
 
 

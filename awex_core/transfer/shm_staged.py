@@ -15,6 +15,7 @@ import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -40,8 +41,8 @@ class RingAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a worker finds the ring of one writer."""
 
     path: str
-    slot_nbytes: int
-    pid: int
+    slot_nbytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
 class Ring:
