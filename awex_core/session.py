@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import torch
@@ -47,8 +47,12 @@ _POLL_S = 5.0
 
 _Value = TypeVar("_Value")
 
-GroupMeeting: TypeAlias = tuple[str, Annotated[int, msgspec.Meta(ge=1, le=65535)]]
-"""Host and port of the store at which a transfer group meets."""
+
+class GroupMeeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The store at which a transfer group meets."""
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 def read_value(data: bytes, kind: type[_Value], whose: str) -> _Value:
@@ -289,7 +293,7 @@ class WriterSession:
         if self.rank == 0:
             host = writers[0].process.address
             self._store = group.host_store(host, len(writers) + len(workers), deadline)
-            client.put(path, msgspec.msgpack.encode((host, self._store.port)))
+            client.put(path, msgspec.msgpack.encode(GroupMeeting(host, self._store.port)))
             return group.GroupAddress(host, self._store.port, len(writers), len(workers))
         return meeting_point(client, self.key, len(writers), len(workers), deadline)
 
@@ -450,5 +454,5 @@ def meeting_point(
     """Where the transfer group meets, once writer rank 0 has said so."""
     what = "writer rank 0 to open the transfer group"
     value = wait_for_value(client, session, session.path("group"), what, deadline)
-    host, port = read_value(value, GroupMeeting, "writer rank 0")
-    return group.GroupAddress(host, port, writers, workers)
+    store = read_value(value, GroupMeeting, "writer rank 0")
+    return group.GroupAddress(store.host, store.port, writers, workers)

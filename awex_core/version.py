@@ -10,7 +10,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """What a message may say: less than would overflow wherever it is added to."""
 
 
-class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Version(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
     """A weight version, ordered by ``(epoch, number)``.
 
     ``epoch`` rises each time a trainer starts anew, so that an older checkpoint

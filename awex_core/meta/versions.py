@@ -150,6 +150,6 @@ def check_version(version: Version) -> None:
 
 def _check(message: Announce) -> None:
     if not 0 <= message.number <= MAX_NUMBER:
-        raise Refused("invalid", f"version number {message.number}; 0 to {MAX_NUMBER} are allowed")
+        raise Refused("invalid", f"version number {message.number} is negative or above {MAX_NUMBER}")
     if not 0 < message.timeout_s <= MAX_WAIT_S:
         raise Refused("invalid", f"timeout_s is {message.timeout_s}; more than 0 and at most {MAX_WAIT_S:g} allowed")

@@ -393,6 +393,14 @@ def all_is_well(http: Http) -> None:
     assert http.request("GET", "/v1/jobs/j").status_code in (200, 404)
 
 
+def test_what_follows_a_version_is_refused_however_deep(http: Http) -> None:
+    body = msgspec.msgpack.encode({"incarnation": "w", "state": "torn", "version": [1, 1, 0]})
+    assert body.endswith(b"\x93\x01\x01\x00")
+    response = http.post("/v1/jobs/j/set_engine_state", body[:-1] + b"\x91" * 100_000)
+    assert response.status_code in (400, 404)
+    answered(response)
+
+
 def test_the_list_of_requests_is_complete() -> None:
     assert {name_of(request) for request in REQUESTS} == set(server._REQUESTS)
 

@@ -123,3 +123,14 @@ def test_a_controller_that_was_replaced_stands_by_and_follows(server, caplog):
     with caplog.at_level(logging.INFO, logger="awex_core"):
         asyncio.run(scenario())
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_word_of_the_controller_that_arrives_late_is_put_right(server):
+    async def scenario() -> None:
+        async with control(server) as controller:
+            incarnation = controller._process.incarnation
+            controller._client.set_engine_state(incarnation, "torn", Version(0, 0), reason="repaired long ago")
+            await until(lambda: engine_seen_by(controller).state == "ready", 5)
+            assert engine_seen_by(controller).reason == ""
+
+    asyncio.run(scenario())

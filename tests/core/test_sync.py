@@ -544,6 +544,17 @@ def test_a_restarted_trainer_begins_a_new_epoch_and_fences_the_old_one(
 # Refused
 
 
+def test_a_rank_of_a_fenced_run_does_not_take_the_new_runs_version_for_its_own(
+    config: SyncConfig, make_trainer: Callable[..., Trainer]
+) -> None:
+    old = make_trainer(run="before", world=1)
+    new = make_trainer(run="after", world=1)
+    assert new.write(1).version == Version(2, 1)
+    writer = old.writers[0]
+    with pytest.raises((Fenced, SyncTimeout)):
+        writer._wait(1, lambda sync: True, -14.0, "the other writer ranks")  # one second, with the grace
+
+
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [({"hidden": 8}, "gate_up"), ({"ffn": 14}, "down"), ({"vocab": 30}, "embed")],
