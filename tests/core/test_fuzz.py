@@ -331,6 +331,7 @@ REQUESTS: list[msgspec.Struct] = [
     m.ReportWorker(incarnation="w", version=ONE, figures={"a_s": 1.0}),
     m.ReportEngine(incarnation="w", version=ONE, outcome="updating", figures={"a": 1.0}),
     m.ReportSender(incarnation="w", version=ONE, engine="e", reason="x", lender=False),
+    m.Supersede(incarnation="w", number=1),
     m.PublishDigest(incarnation="w", version=ONE, digests={"L": b"x"}),
     m.SetEngineState(incarnation="w", state="torn", version=ONE),
     m.AskCopy(incarnation="w", timeout_s=30, verify="off"),
