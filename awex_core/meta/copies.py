@@ -38,11 +38,11 @@ class Copy:
 class Copies:
     """At most one copy per target: the one on its way, or the last."""
 
-    def __init__(self, engines: Mapping[str, Engine], pulse: Pulse) -> None:
+    def __init__(self, engines: Mapping[str, Engine], pulse: Pulse, first_number: int) -> None:
         self._engines = engines
         self._pulse = pulse
         self._by_target: dict[str, Copy] = {}
-        self._count = 0
+        self._count = first_number
 
     def views(self, now: float) -> dict[str, CopyView]:
         """Every copy whose target is there."""

@@ -70,7 +70,8 @@ class JobStore:
         self._runs = Runs(self._members)
         self._engines = Engines(self._members, self._pulse)
         self._versions = Versions(self._engines.by_name, self._pulse)
-        self._copies = Copies(self._engines.by_name, self._pulse)
+        # As of revisions: a source that has lent does not take a copy after a restart for one from before.
+        self._copies = Copies(self._engines.by_name, self._pulse, first_revision)
         self._blobs = Blobs(self._limits)
         self._keys = Keys(self._limits)
         self._used = -math.inf

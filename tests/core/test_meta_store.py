@@ -670,6 +670,18 @@ def test_an_earlier_word_of_a_worker_that_arrives_late_is_not_taken():
     assert store.view(12).engines["e"].workers[0].reason == "does not fit"
 
 
+def test_copies_of_a_restarted_server_are_not_taken_for_those_before():
+    numbers = []
+    for revision in (0, 1_000_000):
+        store = JobStore("job", lease_s=LEASE, first_revision=revision)
+        for engine, version in (("a", Version(1, 3)), ("b", Version())):
+            store.join_worker(worker(engine), 0)
+            store.join_controller(controller(engine, version=version), 0)
+        store.ask_copy(m.AskCopy(incarnation="b-c1", timeout_s=9, verify="off"), 0)
+        numbers.append(store.view(0).copies["b"].number)
+    assert numbers == [1, 1_000_001]
+
+
 # Bounds
 
 
