@@ -93,18 +93,21 @@ def cases_to_run(request: pytest.FixtureRequest, name: str) -> list[object]:
     return list(found.values())
 
 
-@pytest.fixture(scope="session", autouse=True)
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """From here on engines are forked from processes that have imported them, unless a test starts one ``cold``."""
+@pytest.fixture(scope="session")
+def fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of processes that have imported the engines."""
     folder = tmp_path_factory.mktemp("forks")
-    with (
-        closing(vllm_forks(folder)) as vllm,
-        closing(sglang_forks(folder)) as sglang,
-        pytest.MonkeyPatch.context() as m,
-    ):
+    with closing(vllm_forks(folder)) as vllm, closing(sglang_forks(folder)) as sglang:
         vllm.wait()
         sglang.wait()
-        m.setenv(FORKS, str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks(fork_servers: Path) -> Iterator[None]:
+    """In the tests of this folder engines are forked from these, unless a test starts one ``cold``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FORKS, str(fork_servers))
         yield
 
 

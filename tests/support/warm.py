@@ -77,7 +77,7 @@ def start_process(
     """
     program = [str(arg) for arg in args]
     address = Path(os.environ.get(FORKS, "-")) / _environment_of(program[0])
-    if cold or not address.exists():
+    if cold or not address.is_socket():
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if piped else {"stdout": log}
         return subprocess.Popen(program, cwd=_ROOT, env=dict(env), stderr=log, start_new_session=True, **streams)
     stderr = log.fileno()
