@@ -1,7 +1,7 @@
 # make setup   the environments: .venv, and .venv-sglang for SGLang; quick when nothing changed
 # make check   format, lint, types and the repository's rules
 # make test    every test, with real engines on CPU; of large tables a part, chosen so that every row and column occurs
-# make test-all  the same with the whole tables; about twice as long
+# make test-all  the same with the whole tables; a few minutes more
 # make matrix  the coverage matrix of families, trainer layouts and engine layouts, written to docs/coverage.md
 # make demo    a live vLLM server follows a real Megatron trainer; ENGINE=sglang takes an SGLang server, ENGINE=both
 #              takes both; other layouts: make demo TRAINER="tp=1,pp=2" ENGINE_TP=1
