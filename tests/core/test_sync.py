@@ -88,7 +88,8 @@ class Loop:
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
+def loop(meta: MetaServer) -> Iterator[Loop]:
+    """Its engines leave before the meta server does, or each would wait for an answer."""
     running = Loop()
     try:
         yield running
