@@ -14,8 +14,9 @@ import pytest
 
 from tests.e2e.conftest import StartTrainer, ask_all_replicas, check_same, write_over_requests
 from tests.support.jobs import MetaServerProcess, Reference, VllmServer, engine_env
-from tests.support.lines import ROOT, Child
+from tests.support.lines import ROOT, Child, end_session
 from tests.support.tiny_models import make_model
+from tests.support.warm import start_process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -139,7 +140,7 @@ def test_without_the_flag_nothing_changes(folder: Path) -> None:
 
 
 def test_wrong_flags_end_the_server_before_it_loads_a_model(
-    folder: Path, meta: MetaServerProcess, wrong_token_file: Path
+    folder: Path, meta: MetaServerProcess, stack: ExitStack, wrong_token_file: Path
 ) -> None:
     model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=0)
     cases = {
@@ -154,18 +155,16 @@ def test_wrong_flags_end_the_server_before_it_loads_a_model(
             {"AWEX_TOKEN_FILE": str(wrong_token_file)},
         ),
     }
-    started = {
-        message: subprocess.Popen(
-            [Path(sys.executable).parent / "vllm", "serve", str(model), *flags],
-            cwd=ROOT,
-            env={**engine_env(1), **meta.env, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for message, (flags, env) in cases.items()
-    }
-    for message, process in started.items():
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode != 0 and message in output, output[-2000:]
+    started = {}
+    for number, (message, (flags, env)) in enumerate(cases.items()):
+        log = folder / f"{number}.log"
+        args = [Path(sys.executable).parent / "vllm", "serve", str(model), *flags]
+        with log.open("wb") as sink:
+            process = start_process(args, {**engine_env(1), **meta.env, **env}, sink)
+        stack.callback(end_session, process, grace_s=0)
+        started[message] = log, process
+    for message, (log, process) in started.items():
+        status = process.wait(240)
+        output = log.read_text(errors="replace")
+        assert status != 0 and message in output, output[-2000:]
         assert "Loading weights" not in output and "not the token" not in output
