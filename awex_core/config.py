@@ -6,15 +6,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from awex_core.commit.modes import ReceiveMode, ShadowFallback, VerifyMode
+from awex_core.commit.modes import ReceiveMode, ShadowFallback, SnapshotMode, VerifyMode
 from awex_core.errors import ConfigError
 from awex_core.meta.tls import Tls
 from awex_core.pairing import TransportName
 from awex_core.token import require_token
-
-SnapshotMode = Literal["wait", "replace"]
 
 _NAMES = {
     "AWEX_META_SERVER": "meta_server",

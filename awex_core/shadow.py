@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,8 @@ import torch
 from awex_core.errors import ConfigError
 from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.layout import Layout
-from awex_core.layout.live import Memory
+from awex_core.layout.live import Memory, allocate
+from awex_core.plan import matching_names
 from awex_core.version import Version
 
 
@@ -39,7 +39,13 @@ class Shadow:
         Raises:
             ConfigError: there is no memory for it; says how many bytes were missing.
         """
-        self.memory = _allocate_all(layout, device)
+        try:
+            self.memory = allocate([(buffer.nbytes, device) for buffer in layout.buffers])
+        except MemoryError as error:
+            raise ConfigError(
+                f"shadow mode needs a second buffer of {error}; leave more memory free, or set "
+                "AWEX_SHADOW_FALLBACK=in_place"
+            ) from error
         self.holds: Version | None = None
         self._layout = layout
         self._selected: tuple[tuple[str, ...], Pieces] | None = None
@@ -58,8 +64,8 @@ class Shadow:
         """
         key = tuple(only)
         if self._selected is None or self._selected[0] != key:
-            named = frozenset(always)
-            chosen = [not key or t.name in named or _matches(t.name, key) for t in self._layout.tensors]
+            names = matching_names(self._layout.tensors, key) | {*always}
+            chosen = [not key or tensor.name in names for tensor in self._layout.tensors]
             self._selected = key, self._pieces(np.asarray(chosen, dtype=bool))
         return self._selected[1]
 
@@ -106,34 +112,6 @@ class Shadow:
         buffers = self._layout.buffer[rows][order][heads]
         for buffer, first, last in zip(buffers.tolist(), begin[heads], end[tails], strict=True):
             yield buffer, int(first - base[buffer]), int(last - base[buffer])
-
-
-def _matches(name: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _allocate_all(layout: Layout, device: torch.device) -> Memory:
-    buffers: list[torch.Tensor] = []
-    for buffer in layout.buffers:
-        try:
-            buffers.append(allocate(buffer.nbytes, device))
-        except (MemoryError, RuntimeError) as error:  # torch raises the latter, a subclass of it on CUDA only
-            total = sum(each.nbytes for each in layout.buffers)
-            missing = total - sum(each.numel() for each in buffers)
-            raise ConfigError(
-                f"shadow mode needs a second buffer of {total} bytes on {device}, and {missing} of them are missing "
-                f"({_first_line(error)}); leave more memory free, or set AWEX_SHADOW_FALLBACK=in_place"
-            ) from error
-    return Memory(tuple(buffers))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of one buffer."""
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 @contextmanager

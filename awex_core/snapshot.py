@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from awex_core.errors import SyncTimeout, TransferError
-from awex_core.layout.live import Memory
+from awex_core.layout.live import Memory, allocate
 
 if TYPE_CHECKING:
     from awex_core.writer import SyncResult
@@ -26,10 +26,10 @@ class Snapshot:
             TransferError: there is not enough memory; says how much it would take.
         """
         self._live = live
-        nbytes = sum(buffer.numel() for buffer in live.buffers)
         try:
-            self.memory = Memory(tuple(torch.empty_like(buffer) for buffer in live.buffers))
-        except RuntimeError as error:  # torch's out-of-memory errors, on the CPU too
+            self.memory = allocate([(buffer.numel(), buffer.device) for buffer in live.buffers])
+        except MemoryError as error:
+            nbytes = sum(buffer.numel() for buffer in live.buffers)
             raise TransferError(
                 f"publishing without blocking takes a copy of this rank's weights, {nbytes} bytes more, and there is no"
                 f" room for it: {error}; publish with blocking=True"

@@ -1,4 +1,4 @@
-"""How a version is received, and how much of it is verified before it is served."""
+"""How a version is published, how it is received, and how much of it is verified before it is served."""
 
 from __future__ import annotations
 
@@ -11,3 +11,6 @@ ReceiveMode = Literal["in_place", "shadow"]
 
 ShadowFallback = Literal["error", "in_place"]
 """What becomes of ``shadow`` where there is no memory for the second buffer."""
+
+SnapshotMode = Literal["wait", "replace"]
+"""What a newer version does with the copy that engines still need: wait for it, or replace it where none has begun."""

@@ -57,6 +57,28 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def allocate(sizes: Sequence[tuple[int, torch.device]]) -> Memory:
+    """New memory: for each buffer its bytes and its device.
+
+    Raises:
+        MemoryError: there is not enough; says how much it takes and how much of it is missing.
+    """
+    buffers: list[torch.Tensor] = []
+    for nbytes, device in sizes:
+        try:
+            buffers.append(_allocate(nbytes, device))
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter, a subclass of it on CUDA only
+            total = sum(each for each, _ in sizes)
+            missing = total - sum(each.numel() for each in buffers)
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise MemoryError(f"{total} bytes on {device}, and {missing} of them are missing ({reason})") from error
+    return Memory(tuple(buffers))
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
 def check_memory(layout: Layout, memory: Memory) -> None:
     """Raise ``LayoutError`` unless ``memory`` has the buffers that ``layout`` describes."""
     have = [buffer.numel() for buffer in memory.buffers]

@@ -14,7 +14,9 @@ import torch
 _SMALL = 65536
 """Elements of an integer tensor (a map of experts, say) up to which its values count."""
 
-_OF_THIS_PROCESS = re.compile(r"port|addr|host|uuid|instance|pid|path|_ip$|_dir$|seed|time|stream|event|handle|lock")
+_OF_THIS_PROCESS = re.compile(
+    r"(^|_)(port|addr|address|host|uuid|instance|pid|path|ip|dir|seed|time|stream|event|handle|lock)s?(_|$)"
+)
 """Attributes that differ between two starts of the same engine, and that no loader goes by."""
 
 _SKIPPED = ("_parameters", "_buffers", "_modules", "training")

@@ -47,7 +47,7 @@ def select_tensors(
     """
     # Many peers share few layouts, and matching names takes longer than all else here.
     shared = {id(listed): listed for listed in tensors.values()}
-    matching = {key: _matching(listed, only) for key, listed in shared.items()}
+    matching = {key: matching_names(listed, only) for key, listed in shared.items()}
     selected = {}
     for peer, program in programs.items():
         names = matching[id(tensors[peer])] | {*always[peer]}
@@ -56,5 +56,6 @@ def select_tensors(
     return selected
 
 
-def _matching(tensors: Sequence[CanonicalTensor], only: Collection[str]) -> set[str]:
+def matching_names(tensors: Sequence[CanonicalTensor], only: Collection[str]) -> set[str]:
+    """Names of the tensors that match any of the patterns."""
     return {tensor.name for tensor in tensors if any(fnmatchcase(tensor.name, pattern) for pattern in only)}

@@ -48,6 +48,9 @@ PROMPT = list(b"Whatever was computed from older weights is not read again once 
 TOKENS = 8
 """How many tokens of an answer are compared."""
 
+LONG = 400
+"""How many tokens are asked for by requests that are to be in flight during a sync."""
+
 
 # --- what a plugin's tests give ---------------------------------------------------------------------
 
@@ -168,6 +171,10 @@ class Site:
     def answer(self) -> Answer:
         """What it serves now."""
         return Answer(self.version(), tuple(self.engine.complete(PROMPT, TOKENS)["tokens"]))
+
+    def requests_in_flight(self, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
+        """Two long requests, sent and not waited for."""
+        return [pool.submit(self.engine.complete, [seed, *PROMPT], LONG) for seed in range(2)]
 
     def expected(self, checkpoint: int | Path) -> tuple[Path, tuple[int, ...]]:
         """Dump and tokens of an engine that was loaded from the checkpoint (or that of a seed)."""
@@ -417,14 +424,14 @@ class EngineTests(SiteTests):
             trainer = stack.enter_context(site.trainer(1, world=2))
             eventually(lambda: site.has_traced_for(trainer), "tracing for the trainer")
             pool = stack.enter_context(ThreadPoolExecutor())
-            flying = [pool.submit(site.engine.complete, [seed, *PROMPT], 400) for seed in range(2)]
+            flying = site.requests_in_flight(pool)
             with site.unfinished(trainer, self.long_s, self.one_sided):
                 trainer.ranks[1].kill()
                 with pytest.raises(TrainerError, match="rank 1"):
                     trainer.ranks[0].receive(self.long_s + PATIENCE_S)
             state = site.check_intact_or_refusing(before)
             for request in flying:
-                assert state == "ready" or not _is_complete(request, 400), "a torn engine went on with a request"
+                assert state == "ready" or not _is_complete(request), "a torn engine went on with a request"
         with site.trainer(3) as trainer:
             site.check_serves(trainer.publish(1), 3)
 
@@ -439,12 +446,12 @@ class ShadowTests(SiteTests):
             trainer = stack.enter_context(site.trainer(2, world=2))
             eventually(lambda: site.has_traced_for(trainer), "tracing for the trainer")
             pool = stack.enter_context(ThreadPoolExecutor())
-            flying = [pool.submit(site.engine.complete, [seed, *PROMPT], 400) for seed in range(2)]
+            flying = site.requests_in_flight(pool)
             with site.unfinished(trainer, self.long_s, self.one_sided):
                 assert site.answer() == before
                 assert site.state() == "ready"
             site.check_serves(trainer.receive(self.long_s + PATIENCE_S)[0], 2)
-            assert all(_is_complete(request, 400) for request in flying)
+            assert all(_is_complete(request) for request in flying)
 
     def test_versions_follow_one_another_whole_and_in_part(self, site: Site) -> None:
         """A partial update completes what the second buffer holds; the pause has no transfer in it."""
@@ -466,13 +473,13 @@ class ShadowTests(SiteTests):
             trainer = stack.enter_context(site.trainer(2, world=2))
             eventually(lambda: site.has_traced_for(trainer), "tracing for the trainer")
             pool = stack.enter_context(ThreadPoolExecutor())
-            flying = [pool.submit(site.engine.complete, [seed, *PROMPT], 400) for seed in range(2)]
+            flying = site.requests_in_flight(pool)
             with site.unfinished(trainer, self.long_s, self.one_sided):
                 trainer.ranks[1].kill()
                 with pytest.raises(TrainerError, match="rank 1"):
                     trainer.ranks[0].receive(self.long_s + PATIENCE_S)
             site.check_kept(before, 1)
-            assert all(_is_complete(request, 400) for request in flying)
+            assert all(_is_complete(request) for request in flying)
         with site.trainer(3) as trainer:
             site.check_serves(trainer.publish(1), 3)
 
@@ -492,9 +499,9 @@ class ShadowTests(SiteTests):
             site.check_serves(trainer.publish(2), 2)
 
 
-def _is_complete(request: Future[dict[str, Any]], tokens: int) -> bool:
+def _is_complete(request: Future[dict[str, Any]]) -> bool:
     try:
-        return len(request.result(PATIENCE_S)["tokens"]) == tokens
+        return len(request.result(PATIENCE_S)["tokens"]) == LONG
     except StillRunning:
         raise
     except Exception:  # noqa: BLE001 - the engine's way to end a request with an error is its own

@@ -58,6 +58,14 @@ class Packed(FakeWorkerModel):
         self.model.tensors["norm"].copy_(self.aside)
 
 
+@pytest.fixture(params=[False, True])
+def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether engines have such a module."""
+    if request.param:
+        monkeypatch.setattr("awex_core.testing.fake_engine.FakeWorkerModel", Packed)
+    return bool(request.param)
+
+
 class Held:
     """``ReaderSession.receive`` is done and waits, in every worker, until it is let go."""
 
@@ -95,17 +103,13 @@ def check_kept(engine: FakeEngine, weights: dict[str, torch.Tensor], version: Ve
 
 
 @pytest.mark.parametrize("transport", ["shm", "nccl"])
-@pytest.mark.parametrize("packed", [False, True])
 def test_versions_arrive_before_the_pause(
     config: SyncConfig,
     loop: Loop,
     make_trainer: Callable[..., Trainer],
-    monkeypatch: pytest.MonkeyPatch,
     transport: Any,
     packed: bool,
 ) -> None:
-    if packed:
-        monkeypatch.setattr("awex_core.testing.fake_engine.FakeWorkerModel", Packed)
     config = replace(config, transport=transport)
     engines = [loop.engine("three", 3, config), loop.engine("one", 1, config)]
     trainer = make_trainer(config=config)
@@ -147,17 +151,13 @@ def test_the_engine_runs_on_the_old_weights_while_the_new_ones_arrive(
 
 
 @pytest.mark.parametrize("transport", ["shm", "nccl"])
-@pytest.mark.parametrize("packed", [False, True])
 def test_a_partial_update_completes_what_the_second_buffer_holds(
     config: SyncConfig,
     loop: Loop,
     make_trainer: Callable[..., Trainer],
-    monkeypatch: pytest.MonkeyPatch,
     transport: Any,
     packed: bool,
 ) -> None:
-    if packed:
-        monkeypatch.setattr("awex_core.testing.fake_engine.FakeWorkerModel", Packed)
     config = replace(config, transport=transport)
     engine = loop.engine("e", 2, config)
     trainer = make_trainer(config=config)
@@ -448,7 +448,7 @@ def refuse_memory(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int)
             raise error
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    monkeypatch.setattr("awex_core.shadow.allocate", allocate)
+    monkeypatch.setattr("awex_core.layout.live._allocate", allocate)
 
 
 def test_without_memory_the_model_is_refused_and_the_missing_bytes_are_said(

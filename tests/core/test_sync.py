@@ -939,12 +939,12 @@ def test_without_memory_for_a_copy_nothing_is_published_and_blocking_still_works
     engine = loop.engine("e", 1, config)
     trainer = make_trainer()
 
-    def no_memory(_: torch.Tensor) -> torch.Tensor:
+    def no_memory(nbytes: int, device: torch.device) -> torch.Tensor:
         raise RuntimeError("not enough memory")
 
     held = [sum(buffer.numel() for buffer in writer.memory.buffers) for writer in trainer.writers]
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty_like", no_memory)
+        patch.setattr("awex_core.layout.live._allocate", no_memory)
         for future, nbytes in zip(trainer.start(1, blocking=False), held, strict=True):
             with pytest.raises(TransferError, match=f"{nbytes} bytes more.*blocking=True"):
                 future.result(60)

@@ -88,6 +88,15 @@ def test_another_worker_traces_everything(start, change) -> None:
     assert bool(trace.gaps) == ("rows" in change)
 
 
+@pytest.mark.parametrize(("name", "counts"), [("block_size", True), ("supports_bias", True), ("nccl_port", False)])
+def test_settings_count_and_places_of_this_process_do_not(start, name: str, counts: bool) -> None:
+    for value in (1, 2):
+        model = Model()
+        setattr(model.layers[0], name, value)
+        _, traced = start(model)
+        assert traced == (len(MANIFEST) if value == 1 or counts else 3)
+
+
 def test_a_loader_that_goes_by_something_unseen_is_noticed(start, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     start()
     load = Layer.load
