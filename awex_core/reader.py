@@ -340,15 +340,21 @@ class WeightReader:
                 raise TransferError("a version that has failed is still being received; its peer does not answer")
             self._prefetching = None
 
-    def receive(self) -> None:
+    def receive(self, version: Version | None = None) -> None:
         """After ``connect``: pull and verify what ``prefetch`` has not. Nothing may compute with the weights meanwhile.
 
+        Args:
+            version: the one the engine is paused for; by default what was connected.
+
         Raises:
+            TransferError: another one is on its way: a controller asks that has been replaced meanwhile.
             AwexError: (only without a controller) what went wrong, naming the peer.
         """
         attempt = self._attempt
         if attempt is None:
             return
+        if version is not None and attempt.version != version:
+            raise TransferError(f"version {version} is not received: this worker is connected for {attempt.version}")
         try:
             self._end_prefetch()
             if attempt.failure:

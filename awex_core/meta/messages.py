@@ -190,13 +190,17 @@ class JoinWorker(_Message, frozen=True):
 
 
 class JoinController(_Message, frozen=True):
-    """A controller stands for election; ``version`` is what the engine serves, ``reason`` why it does not."""
+    """A controller stands for election; ``version`` is what the engine serves, ``reason`` why it does not.
+
+    One that has ``stood_by`` only knows what another one last said, so that what is recorded stands.
+    """
 
     engine: str
     process: Process
     state: EngineState = "ready"
     version: Version = INITIAL
     reason: str = ""
+    stood_by: bool = False
 
 
 class JoinReply(_Message, frozen=True):

@@ -192,7 +192,7 @@ class FakeEngine:
     async def receive(self, version: Version) -> None:
         """See ``EngineHost.receive``."""
         self.events.append("receive")
-        await self._each(WeightReader.receive)
+        await self._each(lambda reader: reader.receive(version))
         await self._each(WeightReader.finish)
 
     async def release(self) -> None:

@@ -71,7 +71,7 @@ class SglangHost:
 
     async def receive(self, version: Version) -> None:
         """See ``EngineHost.receive``."""
-        await self._run("receive", wait_s=_WAIT_S)
+        await self._run(f"receive:{version}", wait_s=_WAIT_S)
 
     async def release(self) -> None:
         """See ``EngineHost.release``."""

@@ -20,6 +20,7 @@ from awex_core.config import SyncConfig
 from awex_core.options import EngineOptions
 from awex_core.process import device_name
 from awex_core.reader import WeightReader
+from awex_core.version import Version
 from sglang_awex import compat
 from sglang_awex.layout import SglangWorkerModel
 
@@ -101,8 +102,8 @@ class Worker:
     def _prefetch(self) -> None:
         self._joined().prefetch()
 
-    def _receive(self) -> None:
-        self._joined().receive()
+    def _receive(self, version: str) -> None:
+        self._joined().receive(Version.parse(version))
         self._joined().finish()
 
     def _release(self) -> None:

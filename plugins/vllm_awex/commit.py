@@ -56,7 +56,7 @@ class VllmHost:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         try:
-            await self._engine.update_weights(WeightTransferUpdateRequest(update_info={}))
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
         finally:
             await self._engine.finish_weight_update()
 

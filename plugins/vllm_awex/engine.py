@@ -21,6 +21,7 @@ from awex_core.errors import ConfigError
 from awex_core.options import EngineOptions
 from awex_core.process import device_name
 from awex_core.reader import WeightReader
+from awex_core.version import Version
 from vllm_awex.layout import VllmWorkerModel
 
 
@@ -43,7 +44,9 @@ class AwexInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class AwexUpdateInfo(WeightTransferUpdateInfo):
-    """Nothing to say: the version was chosen when the update started."""
+    """The version was chosen when the update started; a controller names it once more, as ``EPOCH.NUMBER``."""
+
+    version: str = ""
 
 
 class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo]):
@@ -94,7 +97,7 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
 
     def receive_weights(self, update_info: AwexUpdateInfo) -> None:
         """Receive and verify it."""
-        self.reader.receive()
+        self.reader.receive(Version.parse(update_info.version) if update_info.version else None)
 
     def finish_weight_update(self) -> None:
         """Run post-load steps and report; or clean up after a failure."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from awex_core.config import SyncConfig
+from awex_core.controller import EngineController
 from awex_core.engine import LoaderPathModule
 from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout, TransferError
 from awex_core.layout.live import ShardCollector
@@ -62,6 +63,10 @@ class Loop:
             return await call
 
         return asyncio.run_coroutine_threadsafe(wait(), self._loop).result(limit_s)
+
+    def start(self, call: Coroutine[Any, Any, None]) -> Future[None]:
+        """The same without waiting; cancel it in the end."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def engine(self, name: str, world: int, config: SyncConfig, **options: Any) -> FakeEngine:
         """Start an engine and keep it until the test ends."""
@@ -834,6 +839,39 @@ class Gate:
             self._open.set()
 
         loop.run(open_it())
+
+
+@pytest.mark.parametrize(("stopped_at", "left"), [("connect", "ready"), ("pause", "torn"), ("receive", "torn")])
+def test_an_engine_whose_controller_is_stopped_during_an_update_is_taken_over(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], stopped_at: str, left: str
+) -> None:
+    """The other one finds whether weights may be mixed; the one that was stopped leaves the engine alone after that."""
+    engine = loop.engine("e", 2, config)
+    first = engine.controller
+    second = EngineController(engine, engine="e", config=config)
+    loop.run(second.start())
+    task = loop.start(second.run())
+    trainer = make_trainer()
+    try:
+        assert trainer.write(1).committed == ("e",)
+        gate = Gate(engine, stopped_at)
+        trainer.train(2)
+        calls = trainer.start(2)
+        assert gate.reached.wait(30)
+        first._leases.close()  # as SIGSTOP would
+        with pytest.raises(SyncFailed, match="stopped answering"):
+            calls[0].result(60)
+        eventually(lambda: second.elected and second._took_over and second.state == left)
+        engine.events.clear()
+        gate.open(loop)
+        eventually(lambda: not first.elected)
+        assert trainer.write(3).committed == ("e",)
+        eventually(lambda: second.settled and second.version == Version(1, 3))
+        assert holds(engine, trainer.weights)
+        assert "fail" not in engine.events and engine.events[-1] == "resume 1.3"
+    finally:
+        task.cancel()
+        second.close()
 
 
 def publish_and_go_on(trainer: Trainer, number: int, **options: Any) -> list[PendingSync]:
