@@ -134,6 +134,7 @@ class WeightReader:
         self._attempt: _Attempt | None = None
         self._shadow: Shadow | None = None
         self._prefetching: threading.Thread | None = None
+        self._lender: Lender | None = None
         self._lending: threading.Thread | None = None
 
     @property
@@ -159,8 +160,10 @@ class WeightReader:
         traced = self.traced
         if traced is None or traced.staged:
             raise TransferError(f"worker {self._info.rank} of engine {self.engine} has nothing to lend")
-        lender = Lender(target, self._info, self.model.lend(), self._layouts, self._client, self.config)
-        self._lending = threading.Thread(target=lender.run, name="awex-lender", daemon=True)
+        self._lender = Lender(
+            target, self._info, self.model.lend(), self.version, self._layouts, self._client, self.config
+        )
+        self._lending = threading.Thread(target=self._lender.run, name="awex-lender", daemon=True)
         self._lending.start()
 
     # Preparing: needs the trainer, not a version. Requests keep running.
@@ -393,17 +396,19 @@ class WeightReader:
         sync = self._sync_of(self._client.watch(), attempt)
         if sync is None or sync.engines[self.engine].outcome == "failed":
             raise TransferError(f"version {attempt.version} ended before it was received{_why(sync, self.engine)}")
+        session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
         begun = time.perf_counter()
         shadow = self._shadow
         if shadow is not None:
             memory, shadow.holds = shadow.memory, None
         else:
-            memory = self.model.begin()
+            memory = self._begin()
         session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
         if shadow is None:
             write_constants(traced, memory)
         received = time.perf_counter()
         verified = self._verify(sync, attempt, traced, session, memory)
+        session.check_held(attempt.version.number)
         if shadow is not None:
             shadow.holds = attempt.version
             attempt.figures["shadow_nbytes"] = float(shadow.nbytes)
@@ -415,6 +420,12 @@ class WeightReader:
             "staging_nbytes": float(attempt.progress.peak_staging),
             "loader_path_nbytes": float(traced.loader_path_nbytes),
         }
+
+    def _begin(self) -> Memory:
+        """The live memory, which changes from now on: whoever still pulls from it is to know."""
+        if self._lender is not None:
+            self._lender.let_go()
+        return self.model.begin()
 
     def _changed(self, sync: SyncView) -> list[str]:
         """Patterns of the tensors to pull; none means all.
@@ -567,7 +578,7 @@ class WeightReader:
         if shadow is None or traced is None or attempt.pieces is None:
             return
         begun = time.perf_counter()
-        live = self.model.begin()
+        live = self._begin()
         shadow.copy_to(live, attempt.pieces)
         write_constants(traced, live)
         attempt.figures["swap_s"] = time.perf_counter() - begun

@@ -204,7 +204,13 @@ class WeightWriter:
             self._publish_from(Snapshot(self._live))
         if self._snapshot is not None:
             self._snapshot.take()
-        self._announce(number, limit, verify or self.config.verify, patterns)
+        if self._export is not None:
+            self._export.hold(number)
+        try:
+            self._announce(number, limit, verify or self.config.verify, patterns)
+        except BaseException:
+            self._let_go()
+            raise
         if blocking:
             return self._publish(number, quorum, limit, begun)
         outcome = self._background.submit(self._publish, number, quorum, limit, begun)
@@ -214,13 +220,21 @@ class WeightWriter:
 
     def _publish(self, number: int, quorum: int | None, limit: float, begun: float) -> SyncResult:
         """Serve an announced version and hold until every engine is done with it."""
-        view = self._wait(number, lambda sync: sync.state != "gathering", limit, "the other writer ranks")
-        sync = _sync_of(view, number)
-        if sync.state == "open":
-            self._serve(view, sync)
-            what = f"engines to commit version {sync.version}"
-            view = self._wait(number, lambda sync: sync.state == "done", sync.remaining_s, what)
-        return self._result(_sync_of(view, number), quorum, time.monotonic() - begun)
+        try:
+            view = self._wait(number, lambda sync: sync.state != "gathering", limit, "the other writer ranks")
+            sync = _sync_of(view, number)
+            if sync.state == "open":
+                self._serve(view, sync)
+                what = f"engines to commit version {sync.version}"
+                view = self._wait(number, lambda sync: sync.state == "done", sync.remaining_s, what)
+            return self._result(_sync_of(view, number), quorum, time.monotonic() - begun)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """However the version ended: a reader that still pulls learns that the weights may change."""
+        if self._export is not None:
+            self._export.let_go()
 
     def _free_snapshot(self) -> None:
         """Wait until no engine needs the snapshot, or end its version unread."""

@@ -58,7 +58,7 @@ class Loop:
         self._thread.start()
         self.engines: list[FakeEngine] = []
 
-    def run(self, call: Awaitable[T], limit_s: float = 30) -> T:
+    def run(self, call: Awaitable[T], limit_s: float = 60) -> T:
         async def wait() -> T:
             return await call
 
@@ -171,7 +171,7 @@ def make_trainer(config: SyncConfig) -> Iterator[Callable[..., Trainer]]:
         trainer.close()
 
 
-def eventually(condition: Callable[[], bool], limit_s: float = 15) -> None:
+def eventually(condition: Callable[[], bool], limit_s: float = 60) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
@@ -570,7 +570,7 @@ def test_another_model_is_refused_by_name_and_the_engine_keeps_serving(
 ) -> None:
     engine = loop.engine("e", 1, config)
     trainer = make_trainer(run="wrong", **sizes)
-    eventually(lambda: engine.controller.state == "refused" or engine.controller.version.number == 1, 5)
+    eventually(lambda: engine.controller.state == "refused" or engine.controller.version.number == 1)
     assert engine.controller.state == "refused"
     assert complaint in engine.controller.reason
     assert engine.controller.why_closed() == ""
@@ -684,6 +684,39 @@ def test_a_pull_that_outlasts_the_writer_is_discarded(
     trainer.write(3)
     eventually(lambda: serves(engine) == Version(1, 3))
     assert holds(engine, trainer.weights)
+
+
+@pytest.mark.parametrize("at", ["begins", "ends"])
+def test_a_pull_that_a_writer_did_not_hold_still_for_is_discarded_without_a_digest(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], at: str
+) -> None:
+    """A writer that is interrupted goes on training; the meta server may learn of it late, or not at all."""
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer()
+    trainer.write(1)
+    gate = Gate(engine, "receive")
+    (reader,) = engine.readers
+    if at == "ends":
+        reader._verify = lambda *_: trainer.writers[0]._let_go() or 0  # type: ignore[method-assign,func-returns-value]
+    else:
+        for writer in trainer.writers:
+            writer._serve = lambda *_: interrupt()  # type: ignore[method-assign]
+    trainer.train(2)
+    calls = trainer.start(2, verify="off")
+    assert gate.reached.wait(30)
+    if at == "begins":
+        assert all(isinstance(call.exception(30), KeyboardInterrupt) for call in calls)
+    gate.open(loop)
+    eventually(lambda: engine.controller.state == "torn")
+    assert (
+        "writer rank 0" in engine.controller.reason and "no longer holds version number 2" in engine.controller.reason
+    )
+    if at == "ends":
+        assert all(isinstance(call.exception(30), SyncFailed) for call in calls)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_rank_that_does_not_come_is_named_and_engines_are_untouched(
