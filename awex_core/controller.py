@@ -77,6 +77,9 @@ class EngineController:
         self._stood_by = False
         """Another process has controlled this engine; what became of it under that one is not known here."""
         self._took_over = False
+        self._repaired = False
+        """Serves the checkpoint that is configured for repairs."""
+        self._repair_failed = False
         self._lent: set[int] = set()
         self._given_up: set[Version] = set()
 
@@ -118,7 +121,7 @@ class EngineController:
         """Why generation requests must be refused now; empty when they need not."""
         if self.state == "torn":
             return f"the weights of this engine are incomplete: {self.reason}"
-        if self.require_version and self.version == INITIAL:
+        if self.require_version and self.version == INITIAL and not self._repaired:
             return "no trainer has published a version yet" + (f" ({self.reason})" if self.reason else "")
         return ""
 
@@ -174,6 +177,7 @@ class EngineController:
         sync = view.sync
         if sync is None or sync.state != "open" or sync.version <= self.version:
             await self._catch_up(view)
+            await self._repair(view)
             return
         mine = sync.engines.get(self.engine)
         if mine is not None and mine.outcome == "pending":
@@ -189,6 +193,7 @@ class EngineController:
         if self.state == "updating":
             await self._set_state("torn", "the process that controlled this engine fell silent during an update")
         if self.state == "torn":
+            await self._within(_GRACE_S, self._host.pause(), "the engine to pause")
             await self._within(_GRACE_S, self._host.fail_requests(), "the engine to end its requests")
 
     # From engine to engine
@@ -221,6 +226,22 @@ class EngineController:
             return
         if sync is not None:
             await self._update(sync)
+
+    async def _repair(self, view: JobView) -> None:
+        """Torn, and neither a trainer nor another engine to be repaired from: load the checkpoint that is named."""
+        path = self.config.repair_checkpoint
+        if self.state != "torn" or not path or view.writers or self._repair_failed:
+            return
+        logger.warning("awex: engine %s is repaired from %s", self.engine, path)
+        try:
+            await self._within(self.config.sync_timeout_s, self._host.repair(), f"the workers to load {path}")
+        except Exception as error:  # noqa: BLE001 - whatever it was, the engine is torn as before
+            self._repair_failed = True
+            await self._set_state("torn", f"{self.reason}; it could not be repaired from {path}: {error}")
+            return
+        self.version, self._repaired = INITIAL, True
+        await self._set_state("ready", f"repaired from {path}")
+        await self._resume()
 
     def _wait_for_copy(self) -> SyncView | None:
         """The copy, once all workers of its source lend; None when it has ended before."""
@@ -399,6 +420,7 @@ class EngineController:
 
     async def _torn(self, version: Version, reason: str, limit_s: float) -> None:
         logger.error("awex: engine %s is torn at version %s: %s", self.engine, version, reason)
+        self._repair_failed = False
         await self._set_state("torn", f"version {version}: {reason}")
         try:
             await self._report(version, "failed", reason)

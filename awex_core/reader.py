@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,6 +36,7 @@ from awex_core.errors import (
     VerifyError,
     list_faults,
 )
+from awex_core.from_disk import load_checkpoint
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_manifest, encode_layout
 from awex_core.lender import Lender, copy_key
@@ -277,6 +279,29 @@ class WeightReader:
             logger.info("%s", list_faults("awex: received aside and finished by the engine:", reasons))
         if traced.refreshed:
             logger.info("%s", list_faults("awex: received in place, and copies of it made anew:", traced.refreshed))
+
+    # Repairing, while the engine is torn and paused
+
+    def repair(self) -> None:
+        """Load the checkpoint that is configured for repairs into the live weights.
+
+        Raises:
+            AwexError: none is configured, or it is not the model that was traced; the engine stays torn.
+        """
+        traced = self.traced
+        if not self.config.repair_checkpoint or traced is None:
+            raise ConfigError("there is no checkpoint to repair from, or no trainer has told which tensors there are")
+        try:
+            memory = self._begin()
+            load_checkpoint(Path(self.config.repair_checkpoint), traced.layout, memory)
+            write_constants(traced, memory)
+            self.model.finish()
+        except BaseException:
+            self.model.abort()
+            raise
+        self.version = INITIAL
+        if self._shadow is not None:
+            self._shadow.holds = None
 
     # One version. A failure is raised without a controller; with one it is reported
     # to the meta server, which tells the controller, and the engine's call returns.

@@ -200,6 +200,11 @@ class FakeEngine:
         self.events.append("release")
         await self._each(WeightReader.finish)
 
+    async def repair(self) -> None:
+        """See ``EngineHost.repair``."""
+        self.events.append("repair")
+        await self._each(WeightReader.repair)
+
     async def resume(self, version: Version) -> None:
         """See ``EngineHost.resume``."""
         self.events.append(f"resume {version}")

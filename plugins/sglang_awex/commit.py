@@ -77,6 +77,10 @@ class SglangHost:
         """See ``EngineHost.release``."""
         await self._run("release")
 
+    async def repair(self) -> None:
+        """See ``EngineHost.repair``."""
+        await self._run("repair", wait_s=_WAIT_S)
+
     async def resume(self, version: Version) -> None:
         """See ``EngineHost.resume``; nothing was computed since the cache was flushed, so nothing stale is in it."""
         await compat.set_weight_version(self._manager, str(version))

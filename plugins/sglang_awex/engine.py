@@ -109,6 +109,13 @@ class Worker:
     def _release(self) -> None:
         self._joined().finish()
 
+    def _repair(self) -> None:
+        try:
+            self._joined().repair()
+        except Exception as error:
+            logger.error("awex: this rank cannot be repaired from disk: %s", error)
+            raise
+
     def _joined(self) -> WeightReader:
         if self._reader is None:
             raise RuntimeError("prepare comes first")

@@ -64,6 +64,10 @@ class VllmHost:
         """See ``EngineHost.release``."""
         await self._engine.finish_weight_update()
 
+    async def repair(self) -> None:
+        """See ``EngineHost.repair``."""
+        await self._init(repair=True)
+
     async def resume(self, version: Version) -> None:
         """See ``EngineHost.resume``; nothing was computed since the cache was dropped, so nothing stale is in it."""
         await compat.set_weight_version(self._engine, str(version))

