@@ -28,6 +28,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
+from awex_core import stacks
 from awex_core.config import SyncConfig
 from awex_core.engine import EngineHost
 from awex_core.errors import AwexError, Fenced, SyncTimeout, TransferError
@@ -68,10 +69,12 @@ class EngineController:
         self.receiving: Version | None = None
         """The version that arrives in the second buffer, while requests run."""
         self.last_sync: dict[str, float] = {}
+        stacks.enable()
         self._host = host
         self._client = MetaClient.of(config)
-        self._process = this_process(config.meta_server)
+        self._process = this_process(config)
         self._leases: LeaseKeeper | None = None
+        self._lease_s = 0.0
         self._prepared = ""
         self._paused = False
         self._stood_by = False
@@ -89,8 +92,8 @@ class EngineController:
         Raises:
             MetaServerError: the meta server cannot be reached in time, or refuses.
         """
-        lease_s = await self._call(self._join)
-        self._leases = LeaseKeeper(self._client, lease_s, lambda _: self._join())
+        self._lease_s = await self._call(self._join)
+        self._leases = LeaseKeeper(self._client, self._lease_s, lambda _: self._join())
         self._leases.add(self._process.incarnation)
         if self.elected:
             await self._prepare(await self._call(self._client.watch))
@@ -137,6 +140,11 @@ class EngineController:
             "receive": self.config.receive,
             "receiving": str(self.receiving or ""),
             "last_sync": self.last_sync,
+            "limits": {
+                "sync_timeout_s": self.config.sync_timeout_s,
+                "connect_timeout_s": self.config.connect_timeout_s,
+                "lease_s": self._lease_s,
+            },
         }
 
     async def run(self) -> None:
@@ -372,7 +380,9 @@ class EngineController:
         try:
             await asyncio.wait_for(call, limit_s)
         except asyncio.TimeoutError as error:
-            raise SyncTimeout(f"engine {self.engine}: waited {limit_s:.0f} s for {what}") from error
+            message = f"engine {self.engine}: waited {limit_s:.0f} s for {what}"
+            stacks.dump(message)
+            raise SyncTimeout(message) from error
 
     async def _commit(self, version: Version, figures: dict[str, float], limit_s: float) -> None:
         failure = await self._call(lambda: self._await_workers(version, limit_s, "reported"))

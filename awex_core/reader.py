@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from awex_core import stacks
 from awex_core.commit.digest import (
     Lanes,
     differing_tensors,
@@ -124,8 +125,9 @@ class WeightReader:
         """
         self.model, self.engine, self.config, self.controlled = model, engine, config, controlled
         self.version = INITIAL
+        stacks.enable()
         self._client = MetaClient.of(config)
-        process = this_process(config.meta_server, device)
+        process = this_process(config, device)
         self._info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)
         reply = self._client.join_worker(self._info)
         self._leases = LeaseKeeper(self._client, reply.lease_s, self._rejoin)
@@ -638,6 +640,8 @@ class WeightReader:
     def _fail(self, attempt: _Attempt, error: Exception) -> None:
         logger.error("awex: worker %d of engine %s: %s", self._info.rank, self.engine, error)
         attempt.failure = str(error) or type(error).__name__
+        if isinstance(error, SyncTimeout):
+            stacks.dump(attempt.failure)
         self._close_session()
         try:
             self._client.report_worker(

@@ -12,6 +12,7 @@ from typing import Literal, overload
 
 import msgspec
 
+from awex_core import stacks
 from awex_core.commit.digest import Lanes, digest_plan, pack_lanes, partial_digest
 from awex_core.commit.modes import VerifyMode
 from awex_core.config import SyncConfig
@@ -92,9 +93,10 @@ class WeightWriter:
         self._live = memory
         self._snapshot: Snapshot | None = None
         self.rank, self.world, self.run = rank, world, run
+        stacks.enable()
         self._client = MetaClient.of(config)
         device = _device_of(memory)
-        self._process: Process = this_process(config.meta_server, device)
+        self._process: Process = this_process(config, device)
         self._export = ShmExport(memory) if device == "cpu" else None
         self._manifest = tuple(sorted(manifest))
         reply = self._client.join_writer(self._info())
@@ -309,6 +311,8 @@ class WeightWriter:
             self._publish_digests(engine, sync, sources, digests)
         except Exception as error:
             logger.exception("writer rank %d could not serve engine %s", self.rank, engine)
+            if isinstance(error, SyncTimeout):
+                stacks.dump(str(error))
             self._drop(engine)
             self._report(sync.version, engine, str(error) or type(error).__name__)
 

@@ -38,6 +38,10 @@ class Process(_Message, frozen=True):
     device: str = "cpu"
     address: str = "127.0.0.1"
     """The IP address other members reach this process at."""
+    sync_timeout_s: float = 0.0
+    """Its time limit for a version, in seconds, for people to see; 0 if it has told none."""
+    connect_timeout_s: float = 0.0
+    """Its time limit for an answer of the meta server."""
 
 
 class WriterInfo(_Message, frozen=True):
