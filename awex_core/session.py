@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
 import torch
 
+from awex_core.commit.digest import in_lanes
 from awex_core.config import SyncConfig
 from awex_core.engine import TracedModel
 from awex_core.errors import ConfigError, PlanError, TransferError
@@ -26,7 +27,7 @@ from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout
 from awex_core.meta.client import MetaClient
-from awex_core.meta.messages import EngineView, WorkerInfo, WriterInfo
+from awex_core.meta.messages import EngineView, Resend, WorkerInfo, WriterInfo
 from awex_core.pairing import choose_transport, distance
 from awex_core.plan import (
     CopyProgram,
@@ -35,6 +36,7 @@ from awex_core.plan import (
     lower_copies,
     plan_copies,
     select_tensors,
+    take_tensors,
     unused_tensors,
 )
 from awex_core.transfer import group, shm, shm_staged
@@ -197,6 +199,11 @@ class _Pairs:
             self._some = key, self._grouped(select_tensors(self._programs, self._tensors, key, self._always))
         return self._some[1]
 
+    def again(self, lanes: Mapping[int, Collection[int]]) -> dict[str, dict[int, CopyProgram]]:
+        """The tensors of some lanes of the digest, by peer; of a peer that is not named, none."""
+        chosen = {peer: in_lanes(wanted, len(self._tensors[peer])) for peer, wanted in lanes.items()}
+        return self._grouped({peer: take_tensors(self._programs[peer], some) for peer, some in chosen.items()})
+
 
 class WriterSession:
     """One writer rank's end towards one engine."""
@@ -302,6 +309,15 @@ class WriterSession:
         programs = self._pairs.some(only)
         for name, sender in self._senders.items():
             sender.send(programs.get(name, {}), self.memory, progress, deadline)
+
+    def send_again(self, resend: Resend, deadline: Deadline) -> None:
+        """Serve one worker some tensors once more.
+
+        All writer ranks serve such requests in one order: in another, two workers might wait for each other.
+        """
+        for name, programs in self._pairs.again({resend.worker: resend.lanes}).items():
+            if name in self._senders:  # a one-sided transport has none
+                self._senders[name].send(programs, self.memory, Progress(), deadline)
 
     def close(self) -> None:
         """Release every transport."""
@@ -420,10 +436,15 @@ class ReaderSession:
         for name, receiver in self._receivers.items():
             receiver.receive(programs.get(name, {}), memory, progress, deadline)
 
+    def receive_again(self, memory: Memory, progress: Progress, deadline: Deadline, lanes: Collection[int]) -> None:
+        """Fill the tensors of some lanes of the digest once more; unless ``one_sided``, the writers must know."""
+        for name, programs in self._pairs.again(dict.fromkeys(self.programs, lanes)).items():
+            self._receivers[name].receive(programs, memory, progress, deadline)
+
     @property
-    def transports(self) -> list[str]:
-        """The transports in use."""
-        return sorted(self._receivers)
+    def one_sided(self) -> bool:
+        """Whether receiving takes nobody's help."""
+        return set(self._receivers) <= {shm.NAME}
 
     def close(self) -> None:
         """Release every transport."""

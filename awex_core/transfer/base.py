@@ -57,13 +57,26 @@ class Deadline:
         return left
 
 
+@dataclass(frozen=True)
+class Damage:
+    """Bytes that arrived other than they were sent: indices of the tensors they belong to, and a description."""
+
+    tensors: frozenset[int]
+    what: str
+
+
 @dataclass
 class Progress:
-    """What a transport has moved so far; filled while it runs, so that a failure can say how far it got."""
+    """What a transport has moved so far; filled while it runs, so that a failure can say how far it got.
+
+    ``damaged`` is what failed its checksum at the receiver. Whether or not such bytes have been put in place,
+    the version may be used only once these tensors have been received again.
+    """
 
     nbytes: int = 0
     peak_staging: int = 0
     by_transport: dict[str, int] = field(default_factory=dict)
+    damaged: list[Damage] = field(default_factory=list)
 
     def moved(self, transport: str, nbytes: int) -> None:
         """Count bytes that have arrived at (or left for) their destination."""

@@ -8,6 +8,10 @@ Order. Transfer (b, s, d) is bucket b from source s to destination d. Everyone
 works through its transfers in the order of ``(b, (s + d) % n, s, d)``. Because
 that order is one for all, the smallest unfinished transfer is at the head of
 the queue on both its ends, so the pipeline cannot lock up.
+
+Checksums. In CPU memory the sender takes a checksum of each bucket as it goes
+on the wire, the receiver of each as it comes off; after the buckets, each pair
+exchanges one message with all of a version's, and compares.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
 from awex_core.transfer.base import Deadline, Programs, Progress
 from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_buckets, split_pieces, unpacked_pieces
+from awex_core.transfer.checksum import checksum, damage, is_checked
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +151,7 @@ def _backend(store: dist.Store, rank: int, size: int, device: torch.device, inte
 @dataclass(frozen=True)
 class _Transfer:
     peer: int
+    pieces: CopyProgram
     bucket: Bucket
     views: BucketViews
 
@@ -169,6 +175,7 @@ class _Pipeline:
         self._free: deque[torch.Tensor] = deque()
         self._pending: deque[_Pending] = deque()
         self._cached: tuple[Programs, tuple[int, ...], list[_Transfer]] | None = None
+        self._sums: dict[int, list[int]] = {}
 
     def transfers(self, programs: Programs, memory: Memory) -> list[_Transfer]:
         """This rank's transfers in the common order; made once while programs and memory stay the same."""
@@ -186,7 +193,7 @@ class _Pipeline:
             source, destination = (self._rank, peer) if self._sending else (peer, self._rank)
             for b, (pieces, bucket) in enumerate(plan_buckets(program, self._limit, direct=direct)):
                 views = BucketViews(pieces, bucket, memory, "src" if self._sending else "dst")
-                yield (b, (source + destination) % spread, source, destination), _Transfer(peer, bucket, views)
+                yield (b, (source + destination) % spread, source, destination), _Transfer(peer, pieces, bucket, views)
 
     def begin(self, transfers: list[_Transfer], progress: Progress) -> None:
         """Provide staging for one version: few slots, as large as the largest bucket that needs one."""
@@ -195,6 +202,7 @@ class _Pipeline:
         if len(self._slots) < count or (count and self._slots[0].numel() < size):
             self._slots = [torch.empty(size, dtype=torch.uint8, device=self._group.device) for _ in range(count)]
         self._free, self._pending = deque(self._slots), deque()
+        self._sums = {}
         progress.staging(sum(slot.numel() for slot in self._slots))
 
     def has_room(self, transfer: _Transfer) -> bool:
@@ -208,19 +216,28 @@ class _Pipeline:
         slot = self._free.popleft()
         return _Pending(transfer, slot[: transfer.bucket.nbytes], slot)
 
+    def sum_up(self, pending: _Pending) -> None:
+        """Keep the checksum of what is on the wire, where there are checksums."""
+        if is_checked(self._group.device):
+            self._sums.setdefault(pending.transfer.peer, []).append(checksum(pending.wire))
+
     def finish(self, pending: _Pending, progress: Progress) -> None:
         """Give the slot back and count the bytes."""
         if pending.slot is not None:
             self._free.append(pending.slot)
         progress.moved(NAME, pending.transfer.bucket.payload)
 
-    def wait(self, work: Any, transfer: _Transfer, progress: Progress, deadline: Deadline) -> None:
-        """Wait for one transfer's wire.
+    def name(self, peer: int) -> str:
+        """Who the other end is."""
+        return f"worker {peer}" if self._sending else f"writer rank {peer}"
+
+    def wait(self, work: Any, rank: int, progress: Progress, deadline: Deadline) -> None:
+        """Wait for one message to or from the peer of this rank.
 
         Raises:
             TransferError: it failed or did not finish in time; names the peer and the bytes done.
         """
-        peer = f"worker {transfer.peer}" if self._sending else f"writer rank {transfer.peer}"
+        peer = self.name(rank)
         left = deadline.remaining(f"{peer} ({progress.nbytes} bytes done)")
         try:
             work.wait(timedelta(seconds=left))
@@ -252,14 +269,23 @@ class GroupSender(_Pipeline):
             pending = self.claim(transfer)
             if pending.slot is not None:
                 transfer.views.pack(pending.wire)
+            self.sum_up(pending)
             pending.work = self._group.send(pending.wire, self._group.address.writers + transfer.peer)
             self._pending.append(pending)
         while self._pending:
             self._complete(progress, deadline)
+        self._send_checksums(progress, deadline)
+
+    def _send_checksums(self, progress: Progress, deadline: Deadline) -> None:
+        messages = {peer: torch.tensor(sums) for peer, sums in self._sums.items()}
+        writers = self._group.address.writers
+        works = [(peer, self._group.send(message, writers + peer)) for peer, message in messages.items()]
+        for peer, work in works:
+            self.wait(work, peer, progress, deadline)
 
     def _complete(self, progress: Progress, deadline: Deadline) -> None:
         pending = self._pending.popleft()
-        self.wait(pending.work, pending.transfer, progress, deadline)
+        self.wait(pending.work, pending.transfer.peer, progress, deadline)
         self.finish(pending, progress)
 
 
@@ -281,10 +307,25 @@ class GroupReceiver(_Pipeline):
                 self._pending.append(pending)
                 ahead += 1
             pending = self._pending.popleft()
-            self.wait(pending.work, pending.transfer, progress, deadline)
+            self.wait(pending.work, pending.transfer.peer, progress, deadline)
+            self.sum_up(pending)
             if pending.slot is not None:
                 pending.transfer.views.unpack(pending.wire)
             self.finish(pending, progress)
+        self._compare_checksums(transfers, progress, deadline)
+
+    def _compare_checksums(self, transfers: list[_Transfer], progress: Progress, deadline: Deadline) -> None:
+        """Find what has changed on the way. It lies in its place by now, and must be received again."""
+        messages = {peer: torch.zeros(len(sums), dtype=torch.int64) for peer, sums in self._sums.items()}
+        works = [(peer, self._group.receive(message, peer)) for peer, message in messages.items()]
+        for peer, work in works:
+            self.wait(work, peer, progress, deadline)
+            mine = [transfer for transfer in transfers if transfer.peer == peer]
+            pairs = zip(mine, messages[peer].tolist(), self._sums[peer], strict=True)
+            for number, (transfer, sent, found) in enumerate(pairs):
+                if sent != found:
+                    what = damage(transfer.pieces, transfer.bucket, number, self.name(peer), progress.nbytes)
+                    progress.damaged.append(what)
 
 
 def plan_buckets(program: CopyProgram, limit: int, *, direct: bool) -> list[tuple[CopyProgram, Bucket]]:
