@@ -143,11 +143,16 @@ def wait_for_value(client: MetaClient, session: SessionKey, key: str, what: str,
         value = client.get(key, wait_s=min(deadline.remaining(what), _POLL_S))
         if value is not None:
             return value
-        view = client.watch()
-        engine = view.engines.get(session.engine)
-        other_epoch = view.epoch != session.epoch and not session.copy
-        if other_epoch or engine is None or engine.generation != session.generation:
-            raise TransferError(f"engine {session.engine}: the version ended while waiting for {what}")
+        check_going_on(client, session, what)
+
+
+def check_going_on(client: MetaClient, session: SessionKey, what: str) -> None:
+    """Raise ``TransferError`` if a session is over: its engine failed the version, or another trainer has come."""
+    view = client.watch()
+    engine = view.engines.get(session.engine)
+    other_epoch = view.epoch != session.epoch and not session.copy
+    if other_epoch or engine is None or engine.generation != session.generation:
+        raise TransferError(f"engine {session.engine}: the version ended while waiting for {what}")
 
 
 def plan_for_worker(
@@ -285,13 +290,28 @@ class WriterSession:
             for peer, program in staged.items():
                 rings[peer] = shm_staged.Ring.create(shm_staged.ring_slot_nbytes(program, share), pids[peer])
                 client.put(self.key.path("ring", self.rank, peer), msgspec.msgpack.encode(rings[peer].address))
-            _wait_until_attached(rings, deadline)
+            self._wait_until_attached(rings, client, deadline)
         if any(accept.group for accept in accepts.values()):
             address = self._meet(writers, workers, client, deadline)
             device = self.memory.buffers[0].device if self.memory.buffers else torch.device("cpu")
             interface = writers[self.rank].process.address
             member = group.Group(address, self.rank, device, interface, deadline)
             self._senders[group.NAME] = group.GroupSender(member, self.rank, limit)
+
+    def _wait_until_attached(self, rings: dict[int, shm_staged.Ring], client: MetaClient, deadline: Deadline) -> None:
+        waiting, looked = dict(rings), time.monotonic()
+        while waiting:
+            for peer, ring in list(waiting.items()):
+                what = f"worker {peer} to map shared memory"
+                deadline.remaining(what)
+                ring.check_peer(f"worker {peer}", Progress())
+                if ring.attached:
+                    ring.close()  # both ends have it mapped: the name is no longer needed
+                    del waiting[peer]
+                elif time.monotonic() - looked > _POLL_S:  # another rank may have failed, and the worker given up
+                    check_going_on(client, self.key, what)
+                    looked = time.monotonic()
+            time.sleep(0.002)
 
     def _meet(
         self, writers: Sequence[WriterInfo], workers: Sequence[WorkerInfo], client: MetaClient, deadline: Deadline
@@ -323,18 +343,6 @@ class WriterSession:
         """Release every transport."""
         for sender in self._senders.values():
             sender.close()
-
-
-def _wait_until_attached(rings: dict[int, shm_staged.Ring], deadline: Deadline) -> None:
-    waiting = dict(rings)
-    while waiting:
-        for peer, ring in list(waiting.items()):
-            deadline.remaining(f"worker {peer} to map shared memory")
-            ring.check_peer(f"worker {peer}", Progress())
-            if ring.attached:
-                ring.close()  # both ends have it mapped: the name is no longer needed
-                del waiting[peer]
-        time.sleep(0.002)
 
 
 class ReaderSession:

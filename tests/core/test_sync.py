@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -620,28 +620,28 @@ def test_a_quorum_is_enough(loop: Loop, config: SyncConfig, make_trainer: Callab
     assert result.committed == ("good",) and "division" in result.failed["bad"]
 
 
-def flip_a_bit(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
-    """After ``ReaderSession.receive``, spoil one element of the engine called ``e``, as often as asked."""
-    original, spoiled = ReaderSession.receive, []
+def flip_a_bit(
+    monkeypatch: pytest.MonkeyPatch, times: int, methods: Sequence[str] = ("receive", "receive_again")
+) -> list[str]:
+    """After these methods of ``ReaderSession``, spoil one bit of a worker's memory, as often as asked."""
+    spoiled: list[str] = []
+    lock = threading.Lock()
 
-    def receive(self: ReaderSession, memory: Any, *rest: Any) -> None:
-        original(self, memory, *rest)
-        if len(spoiled) < times:
-            spoiled.append(self.key.engine)
-            memory.buffers[0][5] ^= 1
+    def spoil(method: str) -> None:
+        original = getattr(ReaderSession, method)
 
-    monkeypatch.setattr(ReaderSession, "receive", receive)
+        def call(self: ReaderSession, memory: Any, *rest: Any) -> None:
+            original(self, memory, *rest)
+            with lock:
+                if len(spoiled) < times:
+                    spoiled.append(self.key.engine)
+                    memory.buffers[0][5] ^= 1
+
+        monkeypatch.setattr(ReaderSession, method, call)
+
+    for method in methods:
+        spoil(method)
     return spoiled
-
-
-def test_one_flipped_bit_is_pulled_again(
-    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = loop.engine("e", 1, config)
-    trainer = make_trainer()
-    spoiled = flip_a_bit(monkeypatch, 1)
-    trainer.write(1)
-    assert spoiled and holds(engine, trainer.weights)
 
 
 def test_a_lasting_difference_tears_the_engine_and_names_the_tensor(
