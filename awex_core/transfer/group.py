@@ -10,8 +10,8 @@ that order is one for all, the smallest unfinished transfer is at the head of
 the queue on both its ends, so the pipeline cannot lock up.
 
 Checksums. In CPU memory the sender takes a checksum of each bucket as it goes
-on the wire, the receiver of each as it comes off; after the buckets, each pair
-exchanges one message with all of a version's, and compares.
+on the wire, the receiver of each as it comes off, in a thread beside; after the
+buckets, each pair exchanges one message with all of a version's, and compares.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -164,6 +165,7 @@ class _Pending:
     wire: torch.Tensor
     slot: torch.Tensor | None
     work: Any = None
+    sum: Future[int] | None = None
 
 
 class _Pipeline:
@@ -175,7 +177,8 @@ class _Pipeline:
         self._free: deque[torch.Tensor] = deque()
         self._pending: deque[_Pending] = deque()
         self._cached: tuple[Programs, tuple[int, ...], list[_Transfer]] | None = None
-        self._sums: dict[int, list[int]] = {}
+        self._sums: dict[int, list[Future[int]]] = {}
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="awex-checksum")
 
     def transfers(self, programs: Programs, memory: Memory) -> list[_Transfer]:
         """This rank's transfers in the common order; made once while programs and memory stay the same."""
@@ -217,13 +220,16 @@ class _Pipeline:
         return _Pending(transfer, slot[: transfer.bucket.nbytes], slot)
 
     def sum_up(self, pending: _Pending) -> None:
-        """Keep the checksum of what is on the wire, where there are checksums."""
+        """Begin to take the checksum of what is on the wire, where there are checksums."""
         if is_checked(self._group.device):
-            self._sums.setdefault(pending.transfer.peer, []).append(checksum(pending.wire))
+            pending.sum = self._beside.submit(checksum, pending.wire)
+            self._sums.setdefault(pending.transfer.peer, []).append(pending.sum)
 
     def finish(self, pending: _Pending, progress: Progress) -> None:
         """Give the slot back and count the bytes."""
         if pending.slot is not None:
+            if pending.sum is not None:
+                pending.sum.result()  # it still reads the slot
             self._free.append(pending.slot)
         progress.moved(NAME, pending.transfer.bucket.payload)
 
@@ -248,6 +254,7 @@ class _Pipeline:
     def close(self) -> None:
         """Leave the group, drop staging and views."""
         self._group.close()
+        self._beside.shutdown(cancel_futures=True)
         self._slots, self._cached = [], None
         self._free.clear()
         self._pending.clear()
@@ -277,7 +284,7 @@ class GroupSender(_Pipeline):
         self._send_checksums(progress, deadline)
 
     def _send_checksums(self, progress: Progress, deadline: Deadline) -> None:
-        messages = {peer: torch.tensor(sums) for peer, sums in self._sums.items()}
+        messages = {peer: torch.tensor([each.result() for each in sums]) for peer, sums in self._sums.items()}
         writers = self._group.address.writers
         works = [(peer, self._group.send(message, writers + peer)) for peer, message in messages.items()]
         for peer, work in works:
@@ -323,7 +330,7 @@ class GroupReceiver(_Pipeline):
             mine = [transfer for transfer in transfers if transfer.peer == peer]
             pairs = zip(mine, messages[peer].tolist(), self._sums[peer], strict=True)
             for number, (transfer, sent, found) in enumerate(pairs):
-                if sent != found:
+                if sent != found.result():
                     what = damage(transfer.pieces, transfer.bucket, number, self.name(peer), progress.nbytes)
                     progress.damaged.append(what)
 
