@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from awex_core.errors import SyncTimeout
 from awex_core.layout.live import Memory
@@ -28,6 +28,13 @@ from awex_core.plan.program import CopyProgram
 
 Programs = Mapping[int, CopyProgram]
 """Copy programs by the peer's rank: per destination on the sender, per source on the receiver."""
+
+
+def check_programs(programs: Programs, memory: Memory, side: Literal["src", "dst"]) -> None:
+    """Raise ``PlanError`` if one would touch anything but this end's buffers: for when its addresses are worked out."""
+    sizes = [buffer.numel() for buffer in memory.buffers]
+    for program in programs.values():
+        program.check_within(side, sizes)
 
 
 @dataclass(slots=True)

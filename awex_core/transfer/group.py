@@ -32,7 +32,7 @@ import torch.distributed as dist
 from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
-from awex_core.transfer.base import Deadline, Programs, Progress
+from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_buckets, split_pieces, unpacked_pieces
 from awex_core.transfer.checksum import checksum, damage, is_checked
 
@@ -185,6 +185,7 @@ class _Pipeline:
         addresses = tuple(memory.addresses)
         if self._cached and self._cached[0] is programs and self._cached[1] == addresses:
             return self._cached[2]
+        check_programs(programs, memory, "src" if self._sending else "dst")
         keyed = sorted(self._keyed(programs, memory), key=lambda item: item[0])
         self._cached = (programs, addresses, [transfer for _, transfer in keyed])
         return self._cached[2]

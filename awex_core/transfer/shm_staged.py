@@ -15,7 +15,7 @@ import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ import torch
 from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
-from awex_core.transfer.base import Deadline, Programs, Progress
+from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.buckets import BucketViews, bucket_size, make_buckets, split_pieces
 from awex_core.transfer.checksum import checksum, damage
 
@@ -232,7 +232,8 @@ class StagedEnd:
     def _flows(self, programs: Programs, memory: Memory) -> dict[int, _Flow]:
         addresses = tuple(memory.addresses)
         if not (self._cached and self._cached[0] is programs and self._cached[1] == addresses):
-            side = "src" if self._writing else "dst"
+            side: Literal["src", "dst"] = "src" if self._writing else "dst"
+            check_programs(programs, memory, side)
             flows = {peer: _Flow(self._rings[peer], program, memory, side) for peer, program in programs.items()}
             self._cached = (programs, addresses, flows)
         return self._cached[2]

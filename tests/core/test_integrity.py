@@ -355,6 +355,22 @@ def test_a_bit_in_the_plan_before_it_is_compared(
     assert trainer.write(2).committed == ("e",) and holds(engine, trainer.weights)
 
 
+def spoil_plan(monkeypatch: pytest.MonkeyPatch, end: Any, column: str, tensor: str, bit: int) -> None:
+    """Flip a bit of one descriptor between rank 0 and worker 0, at one end, once both have compared their plans."""
+    original = end.__init__
+
+    def init(self: Any, *given: Any) -> None:
+        original(self, *given)
+        pair = (0, self.worker.rank) if end is ReaderSession else (self.rank, 0)
+        if pair == (0, 0):
+            for programs in self._pairs.all.values():
+                program, names = programs[0], [spec.name for spec in self._pairs._tensors[0]]
+                hit = program.tensor == names.index(f"model.{tensor}.weight")
+                getattr(program, column)[hit.argmax()] ^= bit
+
+    monkeypatch.setattr(end, "__init__", init)
+
+
 @pytest.mark.parametrize(
     ("end", "column", "tensor"),
     [(WriterSession, "src_offset", "down"), (ReaderSession, "dst_offset", "gate")],
@@ -373,23 +389,39 @@ def test_a_bit_in_the_plan_after_it_was_compared(
     """A descriptor is off by one element, at one end: the digest comes from the layout and not from it."""
     engine = loop.engine("e", 2, received)
     trainer = make_trainer(config=received)
-    end = ReaderSession if transport == shm.NAME else end
-    original = end.__init__
-
-    def init(self: Any, *given: Any) -> None:
-        original(self, *given)
-        pair = (0, self.worker.rank) if end is ReaderSession else (self.rank, 0)
-        if pair == (0, 0):
-            for programs in self._pairs.all.values():
-                program, names = programs[0], [spec.name for spec in self._pairs._tensors[0]]
-                hit = program.tensor == names.index(f"model.{tensor}.weight")
-                getattr(program, column)[hit.argmax()] ^= 4
-
     with monkeypatch.context() as patch:
-        patch.setattr(end, "__init__", init)
+        spoil_plan(patch, ReaderSession if transport == shm.NAME else end, column, tensor, 4)
         with pytest.raises(SyncFailed, match=rf"digest(.|\n)*model\.{tensor}\.weight"):
             trainer.write(1)
     eventually(lambda: engine.controller.state == torn_or_kept(received))
+    assert trainer.write(2).committed == ("e",) and holds(engine, trainer.weights)
+
+
+@pytest.mark.parametrize(
+    ("end", "column"),
+    [(WriterSession, "src_offset"), (ReaderSession, "dst_offset"), (ReaderSession, "dst_row_stride")],
+    ids=["read", "written", "rows"],
+)
+def test_a_plan_that_leaves_its_memory_moves_nothing(
+    config: SyncConfig,
+    loop: Loop,
+    make_trainer: Callable[..., Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+    end: Any,
+    column: str,
+    transport: str,
+) -> None:
+    said = r"outside of this rank's memory(.|\n)*bytes \d+ to \d+ of buffer"
+    if transport == shm.NAME and end is WriterSession:  # the worker reads, and the kernel says what is there
+        end, said = ReaderSession, "reading writer rank 0 .* Bad address"
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer(config=config)
+    with monkeypatch.context() as patch:
+        spoil_plan(patch, end, column, "down", 1 << 40)
+        failing = trainer.start(1, timeout_s=8)  # the other end of a pair may wait for its limit
+        for call in failing:
+            with pytest.raises(SyncFailed, match=said):
+                call.result(60)
     assert trainer.write(2).committed == ("e",) and holds(engine, trainer.weights)
 
 
