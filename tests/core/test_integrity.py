@@ -398,9 +398,15 @@ def test_a_bit_in_the_plan_after_it_was_compared(
 
 
 @pytest.mark.parametrize(
-    ("end", "column"),
-    [(WriterSession, "src_offset"), (ReaderSession, "dst_offset"), (ReaderSession, "dst_row_stride")],
-    ids=["read", "written", "rows"],
+    ("transport", "end", "column"),
+    [
+        ("shm", ReaderSession, "src_offset"),
+        ("shm", ReaderSession, "dst_offset"),
+        ("shm-staged", WriterSession, "src_offset"),
+        ("shm-staged", ReaderSession, "dst_row_stride"),
+        ("nccl", ReaderSession, "dst_offset"),
+    ],
+    indirect=["transport"],
 )
 def test_a_plan_that_leaves_its_memory_moves_nothing(
     config: SyncConfig,
@@ -412,13 +418,13 @@ def test_a_plan_that_leaves_its_memory_moves_nothing(
     transport: str,
 ) -> None:
     said = r"outside of this rank's memory(.|\n)*bytes \d+ to \d+ of buffer"
-    if transport == shm.NAME and end is WriterSession:  # the worker reads, and the kernel says what is there
-        end, said = ReaderSession, "reading writer rank 0 .* Bad address"
+    if transport == shm.NAME and column == "src_offset":  # what is there in another process, the kernel knows
+        said = "reading writer rank 0 .* Bad address"
     engine = loop.engine("e", 2, config)
     trainer = make_trainer(config=config)
     with monkeypatch.context() as patch:
         spoil_plan(patch, end, column, "down", 1 << 40)
-        failing = trainer.start(1, timeout_s=8)  # the other end of a pair may wait for its limit
+        failing = trainer.start(1, timeout_s=20)  # in a group, the other end of a pair may wait for its limit
         for call in failing:
             with pytest.raises(SyncFailed, match=said):
                 call.result(60)
