@@ -19,6 +19,7 @@ _NAMES = {
     "AWEX_JOB": "job",
     "AWEX_TRANSPORT": "transport",
     "AWEX_VERIFY": "verify",
+    "AWEX_VERIFY_FULL_EVERY": "verify_full_every",
     "AWEX_SYNC_TIMEOUT": "sync_timeout_s",
     "AWEX_CONNECT_TIMEOUT": "connect_timeout_s",
     "AWEX_BUCKET_BYTES": "bucket_nbytes",
@@ -27,6 +28,14 @@ _NAMES = {
     "AWEX_RECEIVE": "receive",
     "AWEX_SHADOW_FALLBACK": "shadow_fallback",
     "AWEX_REPAIR_CHECKPOINT": "repair_checkpoint",
+}
+
+
+_NUMBERS: dict[str, type[int] | type[float]] = {
+    "sync_timeout_s": float,
+    "connect_timeout_s": float,
+    "bucket_nbytes": int,
+    "verify_full_every": int,
 }
 
 
@@ -44,6 +53,8 @@ class SyncConfig:
     job: str = "default"
     transport: TransportName = "auto"
     verify: VerifyMode = "full"
+    verify_full_every: int = 32
+    """With ``sampled``, versions whose number is a multiple of this are verified in full; 0: none."""
     sync_timeout_s: float = 300.0
     """Longest time one version may take, from the first rank's call to the last engine's commit."""
     connect_timeout_s: float = 30.0
@@ -72,6 +83,8 @@ class SyncConfig:
         _check_choice("snapshot", self.snapshot, get_args(SnapshotMode))
         _check_choice("receive", self.receive, get_args(ReceiveMode))
         _check_choice("shadow_fallback", self.shadow_fallback, get_args(ShadowFallback))
+        if self.verify_full_every < 0:
+            raise ConfigError(f"verify_full_every must be a count of versions, or 0; got {self.verify_full_every}")
         for name in ("sync_timeout_s", "connect_timeout_s", "bucket_nbytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")
@@ -89,9 +102,9 @@ class SyncConfig:
         """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {field: environ[name] for name, field in _NAMES.items() if environ.get(name)}
-        for name in ("sync_timeout_s", "connect_timeout_s", "bucket_nbytes"):
+        for name, kind in _NUMBERS.items():
             if name in values:
-                values[name] = _number(name, values[name], int if name == "bucket_nbytes" else float)
+                values[name] = _number(name, values[name], kind)
         if "catch_up" in values:
             values["catch_up"] = _switch("catch_up", values["catch_up"])
         values |= {name: value for name, value in given.items() if value is not None}

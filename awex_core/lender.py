@@ -17,7 +17,7 @@ from awex_core.config import SyncConfig
 from awex_core.errors import AwexError, TransferError
 from awex_core.layout.live import Memory
 from awex_core.meta.client import MetaClient
-from awex_core.meta.messages import CopyView, JobView, WorkerInfo, WriterInfo
+from awex_core.meta.messages import CopyView, JobView, Resend, WorkerInfo, WriterInfo
 from awex_core.plan import SourceIndex, index_sources
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
 from awex_core.transfer.base import Deadline, Progress
@@ -115,7 +115,10 @@ class Lender:
         try:
             session.send(Progress(), deadline)
             self._publish_digests(copy, workers, sources)
-            self._wait_until_over(copy.number, deadline)
+            served = 0
+            while (resend := self._next_resend(copy.number, served, deadline)) is not None:
+                session.send_again(resend, deadline)
+                served += 1
         finally:
             session.close()
 
@@ -150,13 +153,18 @@ class Lender:
         incarnation = self._worker.process.incarnation
         self._client.publish_digest(incarnation, sync.version, digests, target=self._target)
 
-    def _wait_until_over(self, number: int, deadline: Deadline) -> None:
-        def over(view: JobView) -> bool | None:
+    def _next_resend(self, number: int, served: int, deadline: Deadline) -> Resend | None:
+        """What the engine wants once more, after ``served`` such requests; None when the copy is over."""
+
+        def wanted(view: JobView) -> tuple[Resend | None] | None:
             copy = view.copies.get(self._target)
-            return True if copy is None or copy.number != number or copy.sync.state == "done" else None
+            if copy is None or copy.number != number or copy.sync.state == "done":
+                return (None,)
+            following = copy.sync.engines[self._target].resends[served:]
+            return (following[0],) if following else None
 
         what = f"engine {self._target} to take the weights"
-        self._client.wait_for(over, timeout_s=deadline.remaining(what), what=what)
+        return self._client.wait_for(wanted, timeout_s=deadline.remaining(what), what=what)[0]
 
     def _report(self, copy: CopyView, reason: str) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -18,8 +19,12 @@ import torch
 from awex_core import stacks
 from awex_core.commit.digest import (
     Lanes,
-    differing_tensors,
+    differing_lanes,
     digest_program,
+    empty_lanes,
+    held_plan,
+    in_lanes,
+    lanes_of,
     sum_lanes,
     unpack_lanes,
     verified_tensors,
@@ -43,7 +48,7 @@ from awex_core.layout.wire import decode_manifest, encode_layout
 from awex_core.lender import Lender, copy_key
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineView, JobView, SyncView, WorkerInfo, WriterInfo
-from awex_core.plan import SourceIndex, check_precision, index_sources
+from awex_core.plan import CopyProgram, SourceIndex, check_precision, index_sources
 from awex_core.process import this_process
 from awex_core.session import LayoutCache, ReaderSession, SessionKey, check_complete, has_traced, refusals
 from awex_core.shadow import Pieces, Shadow, beside_compute
@@ -85,7 +90,7 @@ class _Attempt:
     only: list[str] = field(default_factory=list)
     """Patterns of the tensors to pull; none means all."""
     progress: Progress = field(default_factory=Progress)
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=lambda: {"repulled_nbytes": 0.0})
     failure: str = ""
     prefetched: bool = False
     """In the second buffer, whole and verified."""
@@ -134,6 +139,7 @@ class WeightReader:
         self._leases.add(process.incarnation)
         self._layouts = LayoutCache(self._client)
         self._traced: tuple[str, TracedModel] | None = None
+        self._held: CopyProgram | None = None
         self._session: ReaderSession | None = None
         self._attempt: _Attempt | None = None
         self._shadow: Shadow | None = None
@@ -207,7 +213,7 @@ class WeightReader:
             self._log_trace(traced, time.perf_counter() - begun)
             self._shadow = None  # frees another model's before this one's is made
             self._shadow = self._make_shadow(traced)
-            self._traced = (name, traced)
+            self._traced, self._held = (name, traced), held_plan(traced.layout)
         if self._info.manifest != name or self._info.reason:  # another trainer's model may have come between
             layout = self._client.put_blob(encode_layout(self._traced[1].layout))
             replaced = [module.name for module in self._traced[1].loader_path]
@@ -531,30 +537,67 @@ class WeightReader:
     def _verify(
         self, sync: SyncView, attempt: _Attempt, traced: TracedModel, session: ReaderSession, memory: Memory
     ) -> int:
-        """Compare digests; returns the bytes that took part. Raises ``VerifyError`` when they differ."""
+        """Compare digests, and receive once more what differs; returns the bytes that took part.
+
+        Raises:
+            VerifyError: something differs still.
+        """
+        held = self._held
+        if held is None:
+            raise TransferError(f"version {attempt.version} was not connected; call connect first")
+        tensors, damaged = traced.layout.tensors, attempt.progress.damaged
         mode: VerifyMode = msgspec.convert(sync.verify, VerifyMode)
-        if mode == "off":
-            return 0
-        tensors = traced.layout.tensors
         only = verified_tensors(tensors, mode, sync.version.number)
+        expected = empty_lanes() if mode == "off" else self._expected_digest(attempt, len(session.programs))
 
-        def found() -> Lanes:
-            programs = session.programs.values()
-            return sum_lanes(digest_program(program, tensors, memory, "dst", only=only) for program in programs)
+        def differing() -> set[int]:
+            return differing_lanes(expected, digest_program(held, tensors, memory, "dst", only=only))
 
-        expected, actual = self._expected_digest(attempt, len(session.programs)), found()
-        if not np.array_equal(expected, actual) and session.transports == ["shm"]:
-            # One-sided, so pulling once more takes nobody's help; a bit may have flipped on the way.
-            logger.warning("awex: worker %d: the digest differs; pulling once more", self._info.rank)
-            session.receive(memory, Progress(), attempt.deadline)
-            if self._shadow is not None:
-                attempt.pieces = self._shadow.select(())  # of a partial update, more than it names
-            actual = found()
-        if not np.array_equal(expected, actual):
-            suspects = differing_tensors(expected, actual, tensors)
-            summary = f"the digest of version {sync.version} differs from the trainer's, among"
-            raise VerifyError(list_faults(summary, suspects))
+        wrong = differing()
+        suspects = wrong | lanes_of(itertools.chain(*(damage.tensors for damage in damaged)), len(tensors))
+        if suspects:
+            self._receive_again(attempt, traced, session, memory, sorted(suspects))
+            wrong = differing()
+        if wrong:
+            names = [tensors[int(t)].name for t in np.flatnonzero(in_lanes(wrong, len(tensors)) & only)]
+            summary = (
+                f"the digest of version {sync.version} differs from the trainer's, also after "
+                f"{attempt.figures['repulled_nbytes']:.0f} bytes were received once more, among"
+            )
+            raise VerifyError(list_faults(summary, names))
         return int((traced.layout.volume * traced.layout.itemsize)[only[traced.layout.tensor]].sum())
+
+    def _receive_again(
+        self, attempt: _Attempt, traced: TracedModel, session: ReaderSession, memory: Memory, lanes: list[int]
+    ) -> None:
+        """Receive the tensors of some lanes of the digest once more; a bit may have flipped on the way.
+
+        Raises:
+            TransferError: the writers do not serve them again.
+            VerifyError: what came was damaged once more.
+        """
+        tensors, progress = traced.layout.tensors, Progress()
+        names = [tensors[int(t)].name for t in np.flatnonzero(in_lanes(lanes, len(tensors)))]
+        why = [damage.what for damage in attempt.progress.damaged] or ["the digest differs"]
+        logger.warning(
+            "%s", list_faults(f"awex: worker {self._info.rank}: receiving {len(names)} tensors once more:", why)
+        )
+        if not session.one_sided:
+            incarnation = self._info.process.incarnation
+            reply = self._client.report_worker(incarnation, attempt.version, resend=lanes)
+            if not reply.accepted:
+                raise TransferError(f"version {attempt.version} cannot be received once more: {reply.reason}")
+        session.receive_again(memory, progress, attempt.deadline, lanes)
+        attempt.figures["repulled_nbytes"] = float(progress.nbytes)
+        if self._shadow is not None and attempt.only:  # of a partial update, more than it names
+            attempt.pieces = self._shadow.select(attempt.only, [*traced.staged_tensors, *names])
+        if progress.damaged:
+            summary = f"version {attempt.version} was received twice and damaged each time, among"
+            faults = [
+                f"{', '.join(tensors[t].name for t in sorted(damage.tensors)[:3])}: {damage.what}"
+                for damage in progress.damaged
+            ]
+            raise VerifyError(list_faults(summary, faults))
 
     def _expected_digest(self, attempt: _Attempt, writers: int) -> Lanes:
         def complete(view: JobView) -> Lanes | None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
 import torch
 
+from awex_core.commit.digest import in_lanes
 from awex_core.config import SyncConfig
 from awex_core.engine import TracedModel
 from awex_core.errors import ConfigError, PlanError, TransferError
@@ -26,7 +27,7 @@ from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout
 from awex_core.meta.client import MetaClient
-from awex_core.meta.messages import EngineView, WorkerInfo, WriterInfo
+from awex_core.meta.messages import EngineView, Resend, WorkerInfo, WriterInfo
 from awex_core.pairing import choose_transport, distance
 from awex_core.plan import (
     CopyProgram,
@@ -35,6 +36,7 @@ from awex_core.plan import (
     lower_copies,
     plan_copies,
     select_tensors,
+    take_tensors,
     unused_tensors,
 )
 from awex_core.transfer import group, shm, shm_staged
@@ -141,11 +143,16 @@ def wait_for_value(client: MetaClient, session: SessionKey, key: str, what: str,
         value = client.get(key, wait_s=min(deadline.remaining(what), _POLL_S))
         if value is not None:
             return value
-        view = client.watch()
-        engine = view.engines.get(session.engine)
-        other_epoch = view.epoch != session.epoch and not session.copy
-        if other_epoch or engine is None or engine.generation != session.generation:
-            raise TransferError(f"engine {session.engine}: the version ended while waiting for {what}")
+        check_going_on(client, session, what)
+
+
+def check_going_on(client: MetaClient, session: SessionKey, what: str) -> None:
+    """Raise ``TransferError`` if a session is over: its engine failed the version, or another trainer has come."""
+    view = client.watch()
+    engine = view.engines.get(session.engine)
+    other_epoch = view.epoch != session.epoch and not session.copy
+    if other_epoch or engine is None or engine.generation != session.generation:
+        raise TransferError(f"engine {session.engine}: the version ended while waiting for {what}")
 
 
 def plan_for_worker(
@@ -196,6 +203,11 @@ class _Pairs:
         if self._some is None or self._some[0] != key:
             self._some = key, self._grouped(select_tensors(self._programs, self._tensors, key, self._always))
         return self._some[1]
+
+    def again(self, lanes: Mapping[int, Collection[int]]) -> dict[str, dict[int, CopyProgram]]:
+        """The tensors of some lanes of the digest, by peer; of a peer that is not named, none."""
+        chosen = {peer: in_lanes(wanted, len(self._tensors[peer])) for peer, wanted in lanes.items()}
+        return self._grouped({peer: take_tensors(self._programs[peer], some) for peer, some in chosen.items()})
 
 
 class WriterSession:
@@ -278,13 +290,28 @@ class WriterSession:
             for peer, program in staged.items():
                 rings[peer] = shm_staged.Ring.create(shm_staged.ring_slot_nbytes(program, share), pids[peer])
                 client.put(self.key.path("ring", self.rank, peer), msgspec.msgpack.encode(rings[peer].address))
-            _wait_until_attached(rings, deadline)
+            self._wait_until_attached(rings, client, deadline)
         if any(accept.group for accept in accepts.values()):
             address = self._meet(writers, workers, client, deadline)
             device = self.memory.buffers[0].device if self.memory.buffers else torch.device("cpu")
             interface = writers[self.rank].process.address
             member = group.Group(address, self.rank, device, interface, deadline)
             self._senders[group.NAME] = group.GroupSender(member, self.rank, limit)
+
+    def _wait_until_attached(self, rings: dict[int, shm_staged.Ring], client: MetaClient, deadline: Deadline) -> None:
+        waiting, looked = dict(rings), time.monotonic()
+        while waiting:
+            for peer, ring in list(waiting.items()):
+                what = f"worker {peer} to map shared memory"
+                deadline.remaining(what)
+                ring.check_peer(f"worker {peer}", Progress())
+                if ring.attached:
+                    ring.close()  # both ends have it mapped: the name is no longer needed
+                    del waiting[peer]
+                elif time.monotonic() - looked > _POLL_S:  # another rank may have failed, and the worker given up
+                    check_going_on(client, self.key, what)
+                    looked = time.monotonic()
+            time.sleep(0.002)
 
     def _meet(
         self, writers: Sequence[WriterInfo], workers: Sequence[WorkerInfo], client: MetaClient, deadline: Deadline
@@ -303,22 +330,19 @@ class WriterSession:
         for name, sender in self._senders.items():
             sender.send(programs.get(name, {}), self.memory, progress, deadline)
 
+    def send_again(self, resend: Resend, deadline: Deadline) -> None:
+        """Serve one worker some tensors once more.
+
+        All writer ranks serve such requests in one order: in another, two workers might wait for each other.
+        """
+        for name, programs in self._pairs.again({resend.worker: resend.lanes}).items():
+            if name in self._senders:  # a one-sided transport has none
+                self._senders[name].send(programs, self.memory, Progress(), deadline)
+
     def close(self) -> None:
         """Release every transport."""
         for sender in self._senders.values():
             sender.close()
-
-
-def _wait_until_attached(rings: dict[int, shm_staged.Ring], deadline: Deadline) -> None:
-    waiting = dict(rings)
-    while waiting:
-        for peer, ring in list(waiting.items()):
-            deadline.remaining(f"worker {peer} to map shared memory")
-            ring.check_peer(f"worker {peer}", Progress())
-            if ring.attached:
-                ring.close()  # both ends have it mapped: the name is no longer needed
-                del waiting[peer]
-        time.sleep(0.002)
 
 
 class ReaderSession:
@@ -428,10 +452,15 @@ class ReaderSession:
         for rank in self._pairs.all.get(shm.NAME, {}):
             shm.check_held(self._endpoints[rank], number, f"writer rank {rank}")
 
+    def receive_again(self, memory: Memory, progress: Progress, deadline: Deadline, lanes: Collection[int]) -> None:
+        """Fill the tensors of some lanes of the digest once more; unless ``one_sided``, the writers must know."""
+        for name, programs in self._pairs.again(dict.fromkeys(self.programs, lanes)).items():
+            self._receivers[name].receive(programs, memory, progress, deadline)
+
     @property
-    def transports(self) -> list[str]:
-        """The transports in use."""
-        return sorted(self._receivers)
+    def one_sided(self) -> bool:
+        """Whether receiving takes nobody's help."""
+        return set(self._receivers) <= {shm.NAME}
 
     def close(self) -> None:
         """Release every transport."""

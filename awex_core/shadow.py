@@ -48,7 +48,7 @@ class Shadow:
             ) from error
         self.holds: Version | None = None
         self._layout = layout
-        self._selected: tuple[tuple[str, ...], Pieces] | None = None
+        self._selected: tuple[tuple[tuple[str, ...], ...], Pieces] | None = None
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # work queued earlier may still use blocks that the allocator gave again
 
@@ -62,10 +62,10 @@ class Shadow:
 
         Worked out while requests run; a selection is kept for the next version.
         """
-        key = tuple(only)
+        key = (tuple(only), tuple(always))
         if self._selected is None or self._selected[0] != key:
-            names = matching_names(self._layout.tensors, key) | {*always}
-            chosen = [not key or tensor.name in names for tensor in self._layout.tensors]
+            names = matching_names(self._layout.tensors, only) | {*always}
+            chosen = [not only or tensor.name in names for tensor in self._layout.tensors]
             self._selected = key, self._pieces(np.asarray(chosen, dtype=bool))
         return self._selected[1]
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from threading import Lock
 from typing import Literal, overload
 
@@ -14,14 +15,14 @@ import msgspec
 
 from awex_core import stacks
 from awex_core.commit.digest import Lanes, digest_plan, pack_lanes, partial_digest
-from awex_core.commit.modes import VerifyMode
+from awex_core.commit.modes import VerifyMode, mode_of_version
 from awex_core.config import SyncConfig
 from awex_core.errors import AwexError, MetaServerError, Refused, SyncFailed, SyncTimeout
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, check_memory
 from awex_core.layout.wire import encode_layout, encode_manifest
 from awex_core.meta.client import LeaseKeeper, MetaClient
-from awex_core.meta.messages import EngineView, JobView, Process, SyncView, WriterInfo
+from awex_core.meta.messages import EngineSync, EngineView, JobView, Process, Resend, SyncView, WriterInfo
 from awex_core.plan import CopyProgram, SourceIndex, check_patterns, index_sources
 from awex_core.process import this_process
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
@@ -51,6 +52,28 @@ class SyncResult:
     seconds: float = 0.0
     superseded: bool = False
     """Newer weights were published before any engine had begun to receive these."""
+
+
+class _Resends:
+    """What an engine's workers want sent once more, from the thread that watches to the one that serves the engine."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Resend | None] = SimpleQueue()
+        self._handed = 0
+
+    def hand_over(self, part: EngineSync) -> None:
+        """Hand over the requests that are new."""
+        for resend in part.resends[self._handed :]:
+            self._queue.put(resend)
+        self._handed = len(part.resends)
+
+    def end(self) -> None:
+        """There will be no more."""
+        self._queue.put(None)
+
+    def next(self, deadline: Deadline) -> Resend | None:
+        """The next request; None when there will be none, which the watching thread says soon after the deadline."""
+        return self._queue.get(timeout=max(0.0, deadline.at - time.monotonic()) + 2 * _GRACE_S)
 
 
 class WeightWriter:
@@ -178,7 +201,8 @@ class WeightWriter:
         Args:
             number: must rise from call to call; the same on every rank.
             quorum: engines that must commit; by default all that were live when the last rank called.
-            verify: overrides the configured mode for this version.
+            verify: overrides the configured mode for this version. Every so many versions (by number, see
+                ``SyncConfig.verify_full_every``) ``sampled`` means ``full``.
             timeout_s: overrides the configured limit for this version.
             only: a partial update: names or patterns (``model.layers.3.*``) of the tensors that may have changed
                 since the last call; the same on every rank. Engines that serve the version of that call get only
@@ -206,10 +230,11 @@ class WeightWriter:
             self._publish_from(Snapshot(self._live))
         if self._snapshot is not None:
             self._snapshot.take()
+        mode = mode_of_version(verify or self.config.verify, number, self.config.verify_full_every)
         if self._export is not None:
             self._export.hold(number)
         try:
-            self._announce(number, limit, verify or self.config.verify, patterns)
+            self._announce(number, limit, mode, patterns)
         except BaseException:
             self._let_go()
             raise
@@ -226,9 +251,7 @@ class WeightWriter:
             view = self._wait(number, lambda sync: sync.state != "gathering", limit, "the other writer ranks")
             sync = _sync_of(view, number)
             if sync.state == "open":
-                self._serve(view, sync)
-                what = f"engines to commit version {sync.version}"
-                view = self._wait(number, lambda sync: sync.state == "done", sync.remaining_s, what)
+                view = self._serve(view, sync)
             return self._result(_sync_of(view, number), quorum, time.monotonic() - begun)
         finally:
             self._let_go()
@@ -282,16 +305,30 @@ class WeightWriter:
         # The server ends every sync at its limit; only a server that is gone makes this wait longer.
         return self._client.wait_for(reached, timeout_s=limit + _GRACE_S, what=what)
 
-    def _serve(self, view: JobView, sync: SyncView) -> None:
-        """Serve every engine of the version, side by side; failures go to the meta server, by engine."""
+    def _serve(self, view: JobView, sync: SyncView) -> JobView:
+        """Serve every engine of the version, side by side, until all are done; failures go to the meta server."""
         deadline = Deadline.after(sync.remaining_s)
         sources = self._index(view)
         for engine in set(self._sessions) - set(view.engines):
             self._sessions.pop(engine).close()
         digests: dict[str, Lanes] = {}
+        resends = {engine: _Resends() for engine in sync.engines}
+
+        def done(now: SyncView) -> bool:
+            for engine, part in now.engines.items():
+                resends[engine].hand_over(part)
+            return now.state == "done"
+
         with ThreadPoolExecutor(max_workers=max(1, len(sync.engines)), thread_name_prefix="awex-writer") as pool:
             for engine in sync.engines:
-                pool.submit(self._serve_engine, engine, view, sync, sources, digests, deadline)
+                pool.submit(self._serve_engine, engine, view, sync, sources, digests, resends[engine], deadline)
+            try:
+                return self._wait(
+                    sync.version.number, done, sync.remaining_s, f"engines to commit version {sync.version}"
+                )
+            finally:
+                for each in resends.values():
+                    each.end()
 
     def _serve_engine(
         self,
@@ -300,6 +337,7 @@ class WeightWriter:
         sync: SyncView,
         sources: SourceIndex,
         digests: dict[str, Lanes],
+        resends: _Resends,
         deadline: Deadline,
     ) -> None:
         progress = Progress()
@@ -309,6 +347,9 @@ class WeightWriter:
                 return
             session.send(progress, deadline, sync.only if sync.engines[engine].partial else ())
             self._publish_digests(engine, sync, sources, digests)
+            while (resend := resends.next(deadline)) is not None:
+                logger.warning("awex: writer rank %d serves engine %s once more: %s", self.rank, engine, resend)
+                session.send_again(resend, deadline)
         except Exception as error:
             logger.exception("writer rank %d could not serve engine %s", self.rank, engine)
             if isinstance(error, SyncTimeout):

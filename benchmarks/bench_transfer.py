@@ -7,11 +7,13 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from awex_core.commit.digest import digest_program
+from awex_core.transfer import group, shm_staged
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.group import Group, GroupAddress, GroupReceiver, GroupSender, host_store
 from awex_core.transfer.shm import ShmExport, ShmReceiver
@@ -35,6 +37,7 @@ def gloo() -> list[Figure]:
     times, pair, right = _measure(_gloo_writer, _gloo_reader)
     return [
         _ratio("gloo_packed_over_plain", times, "packed", "plain", 0.7, _describe(pair)),
+        _ratio("gloo_checked_over_unchecked", times, "packed", "unchecked", 0.9, "what checksums of buckets cost"),
         *_speeds(times, pair.nbytes),
         _arrived(right),
     ]
@@ -46,6 +49,7 @@ def shm() -> list[Figure]:
     return [
         _ratio("shm_pull_over_memcpy", times, "pull", "memcpy", 0.5, _describe(pair)),
         _ratio("shm_staged_over_memcpy", times, "staged", "memcpy", None, "where the kernel forbids the pull"),
+        _ratio("shm_staged_checked_over_unchecked", times, "staged", "unchecked", None, "what checksums cost there"),
         *_speeds(times, pair.nbytes),
         _arrived(right),
     ]
@@ -99,6 +103,23 @@ def take_turns(peer: Peer, sides: dict[str, Callable[[], None]], rounds: int) ->
     return times
 
 
+def unchecked(side: Callable[[], None]) -> Callable[[], None]:
+    """The same without checksums, for which there is no setting: they are taken to be 0."""
+
+    def run() -> None:
+        with (
+            mock.patch.object(group, "checksum", _no_checksum),
+            mock.patch.object(shm_staged, "checksum", _no_checksum),
+        ):
+            side()
+
+    return run
+
+
+def _no_checksum(_data: torch.Tensor) -> int:
+    return 0
+
+
 def join_group(peer: Peer, *, writing: bool, deadline: Deadline) -> tuple[Group, object]:
     """A group of the two ends, and the store that must outlive it."""
     store = host_store("127.0.0.1", 2, deadline) if writing else None
@@ -115,11 +136,12 @@ def _gloo_writer(peer: Peer) -> Any:
     torch.set_num_threads(1)
     pair, deadline = expert_pair(NBYTES), Deadline.after(LIMIT_S)
     memory, flat = allocate(pair.source, seed=1), torch.ones(pair.nbytes, dtype=torch.uint8)
-    group, _store = join_group(peer, writing=True, deadline=deadline)
-    sender, programs = GroupSender(group, 0, BUCKET), {0: pair.program}
+    member, _store = join_group(peer, writing=True, deadline=deadline)
+    sender, programs = GroupSender(member, 0, BUCKET), {0: pair.program}
     sides = {
-        "plain": lambda: _finish(group.send(flat, 1)),
+        "plain": lambda: _finish(member.send(flat, 1)),
         "packed": lambda: sender.send(programs, memory, Progress(), deadline),
+        "unchecked": unchecked(lambda: sender.send(programs, memory, Progress(), deadline)),
     }
     take_turns(peer, sides, ROUNDS)
     sender.close()
@@ -130,11 +152,12 @@ def _gloo_reader(peer: Peer) -> Any:
     torch.set_num_threads(1)
     pair, deadline = expert_pair(NBYTES), Deadline.after(LIMIT_S)
     memory, flat = allocate(pair.destination), torch.zeros(pair.nbytes, dtype=torch.uint8)
-    group, _store = join_group(peer, writing=False, deadline=deadline)
-    receiver, programs = GroupReceiver(group, 0, BUCKET), {0: pair.program}
+    member, _store = join_group(peer, writing=False, deadline=deadline)
+    receiver, programs = GroupReceiver(member, 0, BUCKET), {0: pair.program}
     sides = {
-        "plain": lambda: _finish(group.receive(flat, 0)),
+        "plain": lambda: _finish(member.receive(flat, 0)),
         "packed": lambda: receiver.receive(programs, memory, Progress(), deadline),
+        "unchecked": unchecked(lambda: receiver.receive(programs, memory, Progress(), deadline)),
     }
     times = take_turns(peer, sides, ROUNDS)
     receiver.close()
@@ -161,6 +184,7 @@ def _shm_writer(peer: Peer) -> Any:
     sides: dict[str, Callable[[], None]] = {
         "memcpy": lambda: None,
         "staged": lambda: staged.send(programs, memory, Progress(), deadline),
+        "unchecked": unchecked(lambda: staged.send(programs, memory, Progress(), deadline)),
         "pull": lambda: None,
     }
     take_turns(peer, sides, ROUNDS)
@@ -182,6 +206,7 @@ def _shm_reader(peer: Peer) -> Any:
     sides: dict[str, Callable[[], None]] = {
         "memcpy": lambda: _copy(target, source),
         "staged": lambda: staged.receive(programs, memory, Progress(), deadline),
+        "unchecked": unchecked(lambda: staged.receive(programs, memory, Progress(), deadline)),
         "pull": lambda: pull.receive(programs, memory, Progress(), deadline),
     }
     times = take_turns(peer, sides, ROUNDS)

@@ -8,7 +8,7 @@ float32 and an engine that keeps bfloat16 compare what the engine should hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -16,18 +16,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from awex_core.commit.modes import VerifyMode
+from awex_core.commit.modes import LANES, VerifyMode
 from awex_core.errors import LayoutError
 from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
 from awex_core.mixing import CHUNK, mix_block
-from awex_core.plan.cells import SourceIndex
+from awex_core.plan.cells import SourceIndex, index_sources
 from awex_core.plan.copies import plan_copies, tensor_seeds
 from awex_core.plan.program import CopyProgram, lower_copies
+from awex_core.plan.select import take_tensors
 from awex_core.transfer.views import descriptor_view
 
-LANES = 64
 Lanes = npt.NDArray[np.uint64]
 
 _SAMPLED_SHARE = 8
@@ -61,12 +61,12 @@ def digest_program(
         side: which end of each copy to look at.
         only: per tensor, whether it takes part.
     """
+    if only is not None:
+        program = take_tensors(program, only)
     lanes = [0] * LANES
     seeds = tensor_seeds(tensors).tolist()
     lane = lane_of(program.tensor, len(tensors)).tolist()
     for k in range(len(program)):
-        if only is not None and not only[program.tensor[k]]:
-            continue
         lanes[lane[k]] += _digest_descriptor(program, k, memory, side, seeds[int(program.tensor[k])])
     return np.asarray([total % (1 << 64) for total in lanes], dtype=np.uint64)
 
@@ -95,6 +95,15 @@ def digest_plan(sources: SourceIndex, destination: Layout, rank: int) -> CopyPro
     return lower_copies(plan_copies(sources, destination), sources, rank)
 
 
+def held_plan(layout: Layout) -> CopyProgram:
+    """What a worker digests, on the destination's side: all it holds, each element once.
+
+    It comes from the layout alone. The copies that filled the memory are no witness: one that has written to a wrong
+    place would be looked for there, and found right.
+    """
+    return digest_plan(index_sources([layout]), layout, 0)
+
+
 def partial_digest(program: CopyProgram, destination: Layout, memory: Memory, verify: str, number: int) -> Lanes:
     """A source rank's share of a destination layout's digest; ``program`` is its ``digest_plan``."""
     only = verified_tensors(destination.tensors, msgspec.convert(verify, VerifyMode), number)
@@ -121,11 +130,25 @@ def sum_lanes(parts: Iterable[Lanes]) -> Lanes:
     return total
 
 
+def differing_lanes(expected: Lanes, found: Lanes) -> set[int]:
+    """The lanes that are not equal."""
+    return set(np.flatnonzero(expected != found).tolist())
+
+
+def lanes_of(tensors: Iterable[int], count: int) -> set[int]:
+    """The lanes of some tensors (by index) of ``count``."""
+    return set(lane_of(np.asarray(sorted(tensors), dtype=np.int64), count).tolist())
+
+
+def in_lanes(lanes: Collection[int], count: int) -> npt.NDArray[np.bool_]:
+    """Of each of ``count`` tensors, whether its lane is one of these."""
+    return np.isin(lane_of(np.arange(count), count), list(lanes))
+
+
 def differing_tensors(expected: Lanes, found: Lanes, tensors: Sequence[CanonicalTensor]) -> list[str]:
     """Names of the tensors whose lanes differ (some of them may be right)."""
-    wrong = np.flatnonzero(expected != found)
-    lane = lane_of(np.arange(len(tensors)), len(tensors))
-    return [tensors[int(t)].name for t in np.flatnonzero(np.isin(lane, wrong))]
+    chosen = in_lanes(differing_lanes(expected, found), len(tensors))
+    return [tensors[int(t)].name for t in np.flatnonzero(chosen)]
 
 
 def verified_tensors(tensors: Sequence[CanonicalTensor], mode: VerifyMode, number: int) -> npt.NDArray[np.bool_]:

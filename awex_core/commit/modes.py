@@ -6,6 +6,9 @@ from typing import Literal
 
 VerifyMode = Literal["off", "sampled", "full"]
 
+LANES = 64
+"""Numbers that a digest is made of."""
+
 ReceiveMode = Literal["in_place", "shadow"]
 """Into the live weights while paused, or into a second buffer while requests run."""
 
@@ -14,3 +17,8 @@ ShadowFallback = Literal["error", "in_place"]
 
 SnapshotMode = Literal["wait", "replace"]
 """What a newer version does with the copy that engines still need: wait for it, or replace it where none has begun."""
+
+
+def mode_of_version(mode: VerifyMode, number: int, full_every: int) -> VerifyMode:
+    """The mode of one version: of those that are ``sampled``, multiples of ``full_every`` are ``full`` (0: none)."""
+    return "full" if mode == "sampled" and full_every and number % full_every == 0 else mode

@@ -233,6 +233,7 @@ class MetaClient:
         *,
         failed: bool = False,
         prefetched: bool = False,
+        resend: Sequence[int] = (),
         reason: str = "",
         figures: Mapping[str, float] | None = None,
     ) -> ReportReply:
@@ -242,6 +243,7 @@ class MetaClient:
             version=version,
             failed=failed,
             prefetched=prefetched,
+            resend=list(resend),
             reason=reason,
             figures=dict(figures or {}),
         )

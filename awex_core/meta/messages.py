@@ -9,15 +9,17 @@ a store to meet at) go through ``put`` and ``get``.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from awex_core.commit.modes import LANES
 from awex_core.version import INITIAL, Version
 
 EngineState = Literal["ready", "updating", "torn", "refused"]
 SyncState = Literal["gathering", "open", "done"]
 EngineOutcome = Literal["pending", "updating", "committed", "failed"]
+Lane = Annotated[int, msgspec.Meta(ge=0, lt=LANES)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +108,13 @@ class EngineView(_Message, frozen=True):
     workers: list[WorkerInfo]
 
 
+class Resend(_Message, frozen=True):
+    """What one worker wants sent once more: the tensors of some lanes of the digest."""
+
+    worker: int
+    lanes: Annotated[list[Lane], msgspec.Meta(min_length=1, max_length=LANES)]
+
+
 class EngineSync(_Message, frozen=True):
     """What became of one version in one engine; ``reported`` are the workers that hold it."""
 
@@ -118,6 +127,8 @@ class EngineSync(_Message, frozen=True):
     """The workers that have nothing more to do before the pause."""
     partial: bool = False
     """Whether it holds the base of a partial update, and so gets only what has changed."""
+    resends: list[Resend] = []
+    """In the order in which every writer rank serves them; at most one for each worker."""
 
 
 class SyncView(_Message, frozen=True):
@@ -260,13 +271,15 @@ class PublishDigest(_Message, frozen=True):
 class ReportWorker(_Message, frozen=True):
     """A worker has received ``version`` (or not). Commits an engine without a controller when all have.
 
-    ``prefetched`` says less: that it has nothing more to do before the pause.
+    ``prefetched`` says less: that it has nothing more to do before the pause. ``resend`` asks the writer ranks to
+    serve the tensors of these lanes of the digest once more.
     """
 
     incarnation: str
     version: Version
     failed: bool = False
     prefetched: bool = False
+    resend: Annotated[list[Lane], msgspec.Meta(max_length=LANES)] = []
     reason: str = ""
     figures: dict[str, float] = {}
 

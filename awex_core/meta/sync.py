@@ -19,6 +19,7 @@ from awex_core.meta.messages import (
     ReportReply,
     ReportSender,
     ReportWorker,
+    Resend,
     SyncState,
     SyncView,
     WorkerInfo,
@@ -187,6 +188,8 @@ class Sync:
         """Record a worker's word: a failure fails its engine, the last success commits one without a controller."""
         before = self.parts[engine.name]
         reported = self.reported.setdefault(engine.name, set())
+        if message.resend:
+            return self._ask_again(engine.name, Resend(worker=info.rank, lanes=message.resend))
         if before.outcome not in TERMINAL and message.failed:
             self.fail(engine.name, f"{describe(info)}: {message.reason or 'it gave no reason'}")
         elif message.prefetched:
@@ -199,6 +202,20 @@ class Sync:
             if not engine.controlled:
                 self._progress(engine, "updating" if self._silent_workers(engine) else "committed", "")
         return _answer(engine.name, before, "failed" if message.failed else "committed")
+
+    def _ask_again(self, name: str, wanted: Resend) -> ReportReply:
+        """A worker's request to be sent some tensors once more; one a version, and the same again is fine."""
+        part = self.parts[name]
+        if part.outcome in TERMINAL:
+            return _answer(name, part, "pending")
+        known = [resend for resend in part.resends if resend.worker == wanted.worker]
+        if known not in ([], [wanted]) or wanted.worker in self.reported.get(name, ()):
+            reason = f"worker {wanted.worker} of engine {name} holds the version, or has asked for other tensors before"
+            return ReportReply(accepted=False, reason=reason)
+        if not known:
+            self.parts[name] = msgspec.structs.replace(part, resends=[*part.resends, wanted])
+            self.pulse.changed()
+        return ReportReply(accepted=True)
 
     def hear_sender(self, info: WriterInfo | WorkerInfo, message: ReportSender) -> ReportReply:
         """A writer rank could not serve an engine: it fails, unless its outcome is already recorded."""

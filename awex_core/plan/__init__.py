@@ -12,7 +12,7 @@ check that they computed the same.
 from awex_core.plan.cells import SourceIndex, index_sources
 from awex_core.plan.copies import CopyTable, check_precision, choose_replicas, plan_copies, unused_tensors
 from awex_core.plan.program import CopyProgram, lower_copies
-from awex_core.plan.select import check_patterns, matching_names, select_tensors
+from awex_core.plan.select import check_patterns, matching_names, select_tensors, take_tensors
 
 __all__ = [
     "CopyProgram",
@@ -26,5 +26,6 @@ __all__ = [
     "matching_names",
     "plan_copies",
     "select_tensors",
+    "take_tensors",
     "unused_tensors",
 ]

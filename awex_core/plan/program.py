@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from awex_core.errors import PlanError
+from awex_core.layout.dtypes import ITEMSIZE
 from awex_core.layout.layout import IntArray, Layout, shape_columns
 from awex_core.plan.boxes import join
 from awex_core.plan.cells import SourceIndex, pad_columns
@@ -56,8 +60,31 @@ class CopyProgram:
         """The descriptors at ``index``."""
         return CopyProgram(**{name: getattr(self, name)[index] for name in _COLUMNS})
 
+    def check_within(self, side: Literal["src", "dst"], sizes: Sequence[int]) -> None:
+        """Make sure that it touches nothing else: what has changed since it was planned is no longer proved.
+
+        Args:
+            side: the end that is about to be read or written.
+            sizes: bytes of each of that end's buffers.
+
+        Raises:
+            PlanError: a descriptor leaves its buffer; names it.
+        """
+        rows, cols, buffer, begin, row_stride, col_stride, dtype = (
+            getattr(self, name) for name in ("rows", "cols", *(f"{side}_{each}" for each in _END_COLUMNS))
+        )
+        end = begin + (rows - 1) * row_stride + (cols - 1) * col_stride + np.asarray(ITEMSIZE, dtype=np.int64)[dtype]
+        known = (buffer >= 0) & (buffer < len(sizes))
+        room = np.zeros(len(self), dtype=np.int64)
+        room[known] = np.asarray(sizes, dtype=np.int64)[buffer[known]]
+        wrong = np.flatnonzero((rows * cols > 0) & ((begin < 0) | (end > room)))
+        if len(wrong):
+            faults = [f"bytes {begin[k]} to {end[k]} of buffer {buffer[k]}, which has {room[k]} bytes" for k in wrong]
+            raise PlanError(f"{len(wrong)} piece(s) of a copy program are outside of this rank's memory", faults)
+
 
 _COLUMNS = tuple(field.name for field in dataclasses.fields(CopyProgram))
+_END_COLUMNS = ("buffer", "offset", "row_stride", "col_stride", "dtype")
 _ENDS = ("src", "dst", "canonical")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
+import numpy.typing as npt
 
 from awex_core.errors import ConfigError
 from awex_core.layout.layout import CanonicalTensor
@@ -51,9 +52,13 @@ def select_tensors(
     selected = {}
     for peer, program in programs.items():
         names = matching[id(tensors[peer])] | {*always[peer]}
-        wanted = np.asarray([tensor.name in names for tensor in tensors[peer]], dtype=bool)
-        selected[peer] = program.take(wanted[program.tensor])
+        selected[peer] = take_tensors(program, [tensor.name in names for tensor in tensors[peer]])
     return selected
+
+
+def take_tensors(program: CopyProgram, wanted: npt.ArrayLike) -> CopyProgram:
+    """The descriptors of some of the destination layout's tensors; ``wanted`` says of each whether it is one."""
+    return program.take(np.asarray(wanted, dtype=bool)[program.tensor])
 
 
 def matching_names(tensors: Sequence[CanonicalTensor], only: Collection[str]) -> set[str]:

@@ -118,6 +118,10 @@ class Call:
             raise PeerError(*answer)
         return answer
 
+    def done(self) -> bool:
+        """Whether ``result`` would answer at once."""
+        return self._peer.connection.poll(0)
+
 
 class Peer:
     """One process that runs functions sent to it, one after another."""
@@ -244,6 +248,13 @@ def _send(limit_s: float) -> Outcome:
     return _measured(lambda progress: end.end.send(end.programs, end.memory, progress, Deadline.after(limit_s)))
 
 
+def _send_versions(versions: Sequence[int], limit_s: float) -> None:
+    """One version after another, each as soon as the transport has done with the one before."""
+    for version in versions:
+        _fill(version)
+        _send(limit_s)
+
+
 def _receive(version: int, limit_s: float) -> Outcome:
     """Receive into blank memory and compare all of it, also what is between the shards."""
     [end] = _ENDS
@@ -264,8 +275,8 @@ def _measured(move: Callable[[Progress], None]) -> Outcome:
     return Outcome(progress, _status_nbytes("VmHWM") - before)
 
 
-def _status_nbytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+def _status_nbytes(name: str, pid: int | str = "self") -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
@@ -524,6 +535,38 @@ class TransportTests:
                 peer.call(_disconnect)
         with self.session(peers, row_case(2, 1 << 20), tmp_path / "new") as session:
             session.sync(2)
+
+    def test_a_slow_worker_holds_its_writer_and_not_its_writers_memory(self, peers: Peers, tmp_path: Path) -> None:
+        """Many times what may be on the way at once: the writer waits, with no more memory than the transport says."""
+        bucket_nbytes = 16 << 10
+        case = row_case(1, 48 << 20, "float32", "bfloat16")  # every piece is packed
+        with self.session(peers, case, tmp_path / "m", bucket_nbytes) as session:
+            session.fill(1)
+            resident = _status_nbytes("VmRSS", session.writers[0].pid)
+            [sending] = session.send(PATIENCE_S)
+            if not self.wiring.one_sided:
+                time.sleep(1.0)  # more than packing it all would take
+                assert not sending.done(), "nobody has received anything"
+            assert _status_nbytes("VmRSS", session.writers[0].pid) - resident < 8 << 20
+            [receiving] = session.receive(1, PATIENCE_S)
+            sent, received = sending.result(), receiving.result()
+        assert received.progress.nbytes == 24 << 20 > 64 * bucket_nbytes
+        for outcome in (sent, received):
+            allowed = self.wiring.staging_nbytes(bucket_nbytes, 1)
+            assert outcome.progress.peak_staging <= allowed and outcome.grown_nbytes <= allowed + (6 << 20)
+
+    def test_versions_that_follow_at_once_do_not_mix(self, peers: Peers, tmp_path: Path) -> None:
+        """Each is received whole, though its writers go on to the next as soon as they may."""
+        if self.wiring.one_sided:
+            return  # writers change nothing before the engine has committed: see the protocol's tests
+        case, versions = grid_case(2, 2, rows=192, cols=96), (1, 2, 3)
+        with self.session(peers, case, tmp_path / "m", bucket_nbytes=1024) as session:
+            calls = [peer.start(_send_versions, versions, PATIENCE_S) for peer in session.writers]
+            for version in versions:
+                for call in session.receive(version, PATIENCE_S):
+                    call.result()
+            for call in calls:
+                call.result()
 
     @pytest.mark.parametrize(
         "case",

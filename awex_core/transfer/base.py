@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from awex_core.errors import SyncTimeout
 from awex_core.layout.live import Memory
@@ -28,6 +28,13 @@ from awex_core.plan.program import CopyProgram
 
 Programs = Mapping[int, CopyProgram]
 """Copy programs by the peer's rank: per destination on the sender, per source on the receiver."""
+
+
+def check_programs(programs: Programs, memory: Memory, side: Literal["src", "dst"]) -> None:
+    """Raise ``PlanError`` if one would touch anything but this end's buffers: for when its addresses are worked out."""
+    sizes = [buffer.numel() for buffer in memory.buffers]
+    for program in programs.values():
+        program.check_within(side, sizes)
 
 
 @dataclass(slots=True)
@@ -57,13 +64,26 @@ class Deadline:
         return left
 
 
+@dataclass(frozen=True)
+class Damage:
+    """Bytes that arrived other than they were sent: indices of the tensors they belong to, and a description."""
+
+    tensors: frozenset[int]
+    what: str
+
+
 @dataclass
 class Progress:
-    """What a transport has moved so far; filled while it runs, so that a failure can say how far it got."""
+    """What a transport has moved so far; filled while it runs, so that a failure can say how far it got.
+
+    ``damaged`` is what failed its checksum at the receiver. Whether or not such bytes have been put in place,
+    the version may be used only once these tensors have been received again.
+    """
 
     nbytes: int = 0
     peak_staging: int = 0
     by_transport: dict[str, int] = field(default_factory=dict)
+    damaged: list[Damage] = field(default_factory=list)
 
     def moved(self, transport: str, nbytes: int) -> None:
         """Count bytes that have arrived at (or left for) their destination."""

@@ -8,6 +8,10 @@ Order. Transfer (b, s, d) is bucket b from source s to destination d. Everyone
 works through its transfers in the order of ``(b, (s + d) % n, s, d)``. Because
 that order is one for all, the smallest unfinished transfer is at the head of
 the queue on both its ends, so the pipeline cannot lock up.
+
+Checksums. In CPU memory the sender takes a checksum of each bucket as it goes
+on the wire, the receiver of each as it comes off, in a thread beside; after the
+buckets, each pair exchanges one message with all of a version's, and compares.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +32,9 @@ import torch.distributed as dist
 from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
-from awex_core.transfer.base import Deadline, Programs, Progress
+from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_buckets, split_pieces, unpacked_pieces
+from awex_core.transfer.checksum import checksum, damage, is_checked
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +152,7 @@ def _backend(store: dist.Store, rank: int, size: int, device: torch.device, inte
 @dataclass(frozen=True)
 class _Transfer:
     peer: int
+    pieces: CopyProgram
     bucket: Bucket
     views: BucketViews
 
@@ -158,6 +165,7 @@ class _Pending:
     wire: torch.Tensor
     slot: torch.Tensor | None
     work: Any = None
+    sum: Future[int] | None = None
 
 
 class _Pipeline:
@@ -169,12 +177,15 @@ class _Pipeline:
         self._free: deque[torch.Tensor] = deque()
         self._pending: deque[_Pending] = deque()
         self._cached: tuple[Programs, tuple[int, ...], list[_Transfer]] | None = None
+        self._sums: dict[int, list[Future[int]]] = {}
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="awex-checksum")
 
     def transfers(self, programs: Programs, memory: Memory) -> list[_Transfer]:
         """This rank's transfers in the common order; made once while programs and memory stay the same."""
         addresses = tuple(memory.addresses)
         if self._cached and self._cached[0] is programs and self._cached[1] == addresses:
             return self._cached[2]
+        check_programs(programs, memory, "src" if self._sending else "dst")
         keyed = sorted(self._keyed(programs, memory), key=lambda item: item[0])
         self._cached = (programs, addresses, [transfer for _, transfer in keyed])
         return self._cached[2]
@@ -186,7 +197,7 @@ class _Pipeline:
             source, destination = (self._rank, peer) if self._sending else (peer, self._rank)
             for b, (pieces, bucket) in enumerate(plan_buckets(program, self._limit, direct=direct)):
                 views = BucketViews(pieces, bucket, memory, "src" if self._sending else "dst")
-                yield (b, (source + destination) % spread, source, destination), _Transfer(peer, bucket, views)
+                yield (b, (source + destination) % spread, source, destination), _Transfer(peer, pieces, bucket, views)
 
     def begin(self, transfers: list[_Transfer], progress: Progress) -> None:
         """Provide staging for one version: few slots, as large as the largest bucket that needs one."""
@@ -195,6 +206,7 @@ class _Pipeline:
         if len(self._slots) < count or (count and self._slots[0].numel() < size):
             self._slots = [torch.empty(size, dtype=torch.uint8, device=self._group.device) for _ in range(count)]
         self._free, self._pending = deque(self._slots), deque()
+        self._sums = {}
         progress.staging(sum(slot.numel() for slot in self._slots))
 
     def has_room(self, transfer: _Transfer) -> bool:
@@ -208,19 +220,31 @@ class _Pipeline:
         slot = self._free.popleft()
         return _Pending(transfer, slot[: transfer.bucket.nbytes], slot)
 
+    def sum_up(self, pending: _Pending) -> None:
+        """Begin to take the checksum of what is on the wire, where there are checksums."""
+        if is_checked(self._group.device):
+            pending.sum = self._beside.submit(checksum, pending.wire)
+            self._sums.setdefault(pending.transfer.peer, []).append(pending.sum)
+
     def finish(self, pending: _Pending, progress: Progress) -> None:
         """Give the slot back and count the bytes."""
         if pending.slot is not None:
+            if pending.sum is not None:
+                pending.sum.result()  # it still reads the slot
             self._free.append(pending.slot)
         progress.moved(NAME, pending.transfer.bucket.payload)
 
-    def wait(self, work: Any, transfer: _Transfer, progress: Progress, deadline: Deadline) -> None:
-        """Wait for one transfer's wire.
+    def name(self, peer: int) -> str:
+        """Who the other end is."""
+        return f"worker {peer}" if self._sending else f"writer rank {peer}"
+
+    def wait(self, work: Any, rank: int, progress: Progress, deadline: Deadline) -> None:
+        """Wait for one message to or from the peer of this rank.
 
         Raises:
             TransferError: it failed or did not finish in time; names the peer and the bytes done.
         """
-        peer = f"worker {transfer.peer}" if self._sending else f"writer rank {transfer.peer}"
+        peer = self.name(rank)
         left = deadline.remaining(f"{peer} ({progress.nbytes} bytes done)")
         try:
             work.wait(timedelta(seconds=left))
@@ -231,6 +255,7 @@ class _Pipeline:
     def close(self) -> None:
         """Leave the group, drop staging and views."""
         self._group.close()
+        self._beside.shutdown(cancel_futures=True)
         self._slots, self._cached = [], None
         self._free.clear()
         self._pending.clear()
@@ -252,14 +277,23 @@ class GroupSender(_Pipeline):
             pending = self.claim(transfer)
             if pending.slot is not None:
                 transfer.views.pack(pending.wire)
+            self.sum_up(pending)
             pending.work = self._group.send(pending.wire, self._group.address.writers + transfer.peer)
             self._pending.append(pending)
         while self._pending:
             self._complete(progress, deadline)
+        self._send_checksums(progress, deadline)
+
+    def _send_checksums(self, progress: Progress, deadline: Deadline) -> None:
+        messages = {peer: torch.tensor([each.result() for each in sums]) for peer, sums in self._sums.items()}
+        writers = self._group.address.writers
+        works = [(peer, self._group.send(message, writers + peer)) for peer, message in messages.items()]
+        for peer, work in works:
+            self.wait(work, peer, progress, deadline)
 
     def _complete(self, progress: Progress, deadline: Deadline) -> None:
         pending = self._pending.popleft()
-        self.wait(pending.work, pending.transfer, progress, deadline)
+        self.wait(pending.work, pending.transfer.peer, progress, deadline)
         self.finish(pending, progress)
 
 
@@ -281,10 +315,25 @@ class GroupReceiver(_Pipeline):
                 self._pending.append(pending)
                 ahead += 1
             pending = self._pending.popleft()
-            self.wait(pending.work, pending.transfer, progress, deadline)
+            self.wait(pending.work, pending.transfer.peer, progress, deadline)
+            self.sum_up(pending)
             if pending.slot is not None:
                 pending.transfer.views.unpack(pending.wire)
             self.finish(pending, progress)
+        self._compare_checksums(transfers, progress, deadline)
+
+    def _compare_checksums(self, transfers: list[_Transfer], progress: Progress, deadline: Deadline) -> None:
+        """Find what has changed on the way. It lies in its place by now, and must be received again."""
+        messages = {peer: torch.zeros(len(sums), dtype=torch.int64) for peer, sums in self._sums.items()}
+        works = [(peer, self._group.receive(message, peer)) for peer, message in messages.items()]
+        for peer, work in works:
+            self.wait(work, peer, progress, deadline)
+            mine = [transfer for transfer in transfers if transfer.peer == peer]
+            pairs = zip(mine, messages[peer].tolist(), self._sums[peer], strict=True)
+            for number, (transfer, sent, found) in enumerate(pairs):
+                if sent != found.result():
+                    what = damage(transfer.pieces, transfer.bucket, number, self.name(peer), progress.nbytes)
+                    progress.damaged.append(what)
 
 
 def plan_buckets(program: CopyProgram, limit: int, *, direct: bool) -> list[tuple[CopyProgram, Bucket]]:

@@ -31,7 +31,7 @@ from awex_core.layout.dtypes import DTYPES, ITEMSIZE
 from awex_core.layout.live import Memory
 from awex_core.plan.boxes import IntArray
 from awex_core.plan.program import CopyProgram
-from awex_core.transfer.base import Deadline, Programs, Progress
+from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.buckets import split_pieces, split_rows
 from awex_core.transfer.views import descriptor_view
 
@@ -159,6 +159,7 @@ class ShmReceiver:
     def _pulls(self, programs: Programs, memory: Memory) -> dict[int, _Pull]:
         addresses = tuple(memory.addresses)
         if not (self._cached and self._cached[0] is programs and self._cached[1] == addresses):
+            check_programs(programs, memory, "dst")
             pulls = {
                 rank: _prepare(program, np.asarray(self._endpoints[rank].addresses), np.asarray(addresses))
                 for rank, program in programs.items()

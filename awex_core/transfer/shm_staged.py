@@ -1,8 +1,8 @@
 """``shm`` where the kernel forbids reading another process: packed buckets through POSIX shared memory.
 
-One ring per (writer, worker) pair: a header of two counters and a few slots.
-The writer fills slots and raises ``written``, the worker empties them and
-raises ``read``; each counter has one writer, so no lock is needed. The segment
+One ring per (writer, worker) pair: a header of two counters, a few slots, and
+a checksum for each. The writer fills slots and raises ``written``, the worker
+empties them and raises ``read``; each has one writer, so no lock is needed. The segment
 is a file in ``/dev/shm``, mode 0600, unlinked as soon as both ends have mapped
 it, so nothing is left behind however either ends.
 """
@@ -15,7 +15,7 @@ import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -24,14 +24,15 @@ import torch
 from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
-from awex_core.transfer.base import Deadline, Programs, Progress
+from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.buckets import BucketViews, bucket_size, make_buckets, split_pieces
+from awex_core.transfer.checksum import checksum, damage
 
 NAME = "shm-staged"
 
 _SLOTS = 2
 _HEADER = 64
-_WRITTEN, _READ, _ATTACHED = 0, 1, 2
+_WRITTEN, _READ, _ATTACHED, _CHECKSUM = 0, 1, 2, 3
 _PAUSE_S = 0.0005
 _ALIVE_CHECK_S = 0.2
 _SHM_DIR = Path("/dev/shm")
@@ -94,6 +95,15 @@ class Ring:
             return self._slots[self._done % _SLOTS] if mine - other < _SLOTS else None
         return self._slots[self._done % _SLOTS] if mine > self._done else None
 
+    def sign(self, sum_: int) -> None:
+        """Leave the checksum of what is in the slot, before it is handed over."""
+        self._counters[_CHECKSUM + self._done % _SLOTS] = sum_
+
+    @property
+    def signature(self) -> int:
+        """The checksum that the other end has left for the slot."""
+        return int(self._counters[_CHECKSUM + self._done % _SLOTS])
+
     def advance(self, *, writing: bool) -> None:
         """Hand the slot over to the other end."""
         self._done += 1
@@ -150,7 +160,7 @@ class _Flow:
     def __init__(self, ring: Ring, program: CopyProgram, memory: Memory, side: str) -> None:
         self.ring = ring
         pieces = split_pieces(program, ring.slot_nbytes // 2)
-        self._buckets = make_buckets(pieces, ring.slot_nbytes)
+        self._pieces, self._buckets = pieces, make_buckets(pieces, ring.slot_nbytes)
         self._views = [BucketViews(pieces, bucket, memory, side) for bucket in self._buckets]
         self._next = 0
 
@@ -158,16 +168,24 @@ class _Flow:
     def finished(self) -> bool:
         return self._next == len(self._buckets)
 
-    def step(self, *, writing: bool) -> int:
-        """Move one bucket if the ring allows; returns its bytes, 0 when the ring is not ready."""
+    def step(self, who: str, progress: Progress, *, writing: bool) -> bool:
+        """Move one bucket if the ring allows; says whether it did. One that fails its checksum is left out."""
         slot = self.ring.slot(writing=writing)
         if slot is None:
-            return 0
+            return False
         views, bucket = self._views[self._next], self._buckets[self._next]
-        views.pack(slot) if writing else views.unpack(slot)
+        packed = slot[: bucket.nbytes]
+        progress.moved(NAME, bucket.payload)
+        if writing:
+            views.pack(slot)
+            self.ring.sign(checksum(packed))
+        elif checksum(packed) == self.ring.signature:
+            views.unpack(slot)
+        else:
+            progress.damaged.append(damage(self._pieces, bucket, self._next, who, progress.nbytes))
         self.ring.advance(writing=writing)
         self._next += 1
-        return bucket.payload
+        return True
 
     def rewind(self) -> None:
         self._next = 0
@@ -205,9 +223,7 @@ class StagedEnd:
                 continue
             who = f"worker {peer}" if self._writing else f"writer rank {peer}"
             deadline.remaining(f"{who} ({progress.nbytes} bytes done)")
-            nbytes = flow.step(writing=self._writing)
-            if nbytes:
-                progress.moved(NAME, nbytes)
+            if flow.step(who, progress, writing=self._writing):
                 moved = True
             else:
                 flow.ring.check_peer(who, progress)
@@ -216,7 +232,8 @@ class StagedEnd:
     def _flows(self, programs: Programs, memory: Memory) -> dict[int, _Flow]:
         addresses = tuple(memory.addresses)
         if not (self._cached and self._cached[0] is programs and self._cached[1] == addresses):
-            side = "src" if self._writing else "dst"
+            side: Literal["src", "dst"] = "src" if self._writing else "dst"
+            check_programs(programs, memory, side)
             flows = {peer: _Flow(self._rings[peer], program, memory, side) for peer, program in programs.items()}
             self._cached = (programs, addresses, flows)
         return self._cached[2]

@@ -36,6 +36,7 @@ def config(**changes: Any) -> SyncConfig:
         ({"sync_timeout_s": float("inf")}, "sync_timeout_s must be positive and finite, got inf"),
         ({"connect_timeout_s": float("nan")}, "connect_timeout_s must be positive and finite, got nan"),
         ({"bucket_nbytes": -1}, "bucket_nbytes must be positive and finite, got -1"),
+        ({"verify_full_every": -1}, "verify_full_every must be a count of versions, or 0; got -1"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -62,6 +63,7 @@ def test_every_setting_has_a_variable() -> None:
         "AWEX_JOB": "run-7",
         "AWEX_TRANSPORT": "nccl",
         "AWEX_VERIFY": "sampled",
+        "AWEX_VERIFY_FULL_EVERY": "0",
         "AWEX_SYNC_TIMEOUT": "12.5",
         "AWEX_CONNECT_TIMEOUT": "3",
         "AWEX_BUCKET_BYTES": "1024",
@@ -75,6 +77,7 @@ def test_every_setting_has_a_variable() -> None:
         "run-7",
         "nccl",
         "sampled",
+        verify_full_every=0,
         sync_timeout_s=12.5,
         connect_timeout_s=3,
         bucket_nbytes=1024,
@@ -103,6 +106,7 @@ def test_an_empty_variable_is_no_variable() -> None:
     [
         ("AWEX_BUCKET_BYTES", "256MiB", "bucket_nbytes must be a number, got '256MiB'"),
         ("AWEX_BUCKET_BYTES", "1.5", "bucket_nbytes must be a number"),
+        ("AWEX_VERIFY_FULL_EVERY", "often", "verify_full_every must be a number, got 'often'"),
         ("AWEX_SYNC_TIMEOUT", "soon", "sync_timeout_s must be a number, got 'soon'"),
         ("AWEX_SYNC_TIMEOUT", "-3", "sync_timeout_s must be positive"),
         ("AWEX_TRANSPORT", "carrier-pigeon", "transport must be one of"),

@@ -329,6 +329,7 @@ REQUESTS: list[msgspec.Struct] = [
     m.JoinController(engine="e", process=PROCESS, version=ONE),
     m.Announce(incarnation="w", number=1, timeout_s=30, verify="off", only=["a"]),
     m.ReportWorker(incarnation="w", version=ONE, figures={"a_s": 1.0}),
+    m.ReportWorker(incarnation="w", version=ONE, resend=[0, 63]),
     m.ReportEngine(incarnation="w", version=ONE, outcome="updating", figures={"a": 1.0}),
     m.ReportSender(incarnation="w", version=ONE, engine="e", reason="x", lender=False),
     m.Supersede(incarnation="w", number=1),

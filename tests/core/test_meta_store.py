@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -283,6 +284,32 @@ def test_a_worker_that_has_prefetched_does_not_hold_the_version_yet():
     assert (entry(store).outcome, entry(store).prefetched, entry(store).reported) == ("pending", [0], [])
     assert store.revision > before
     assert not store.report_engine(report("committed"), 0).accepted
+
+
+def test_what_workers_want_sent_once_more_has_one_order_for_all_and_each_asks_once():
+    store = open_store(workers=2)
+
+    def ask(rank: int, *lanes: int) -> m.ReportReply:
+        return store.report_worker(m.ReportWorker(incarnation=f"e-{rank}-1", version=FIRST, resend=list(lanes)), 0)
+
+    before = store.revision
+    assert ask(1, 7, 63).accepted and ask(0, 2).accepted and store.revision > before
+    known = store.revision
+    assert ask(1, 7, 63).accepted and store.revision == known, "its reply was lost"
+    assert "has asked for other tensors before" in ask(1, 8).reason
+    assert entry(store).resends == [m.Resend(worker=1, lanes=[7, 63]), m.Resend(worker=0, lanes=[2])]
+    assert (entry(store).outcome, entry(store).reported) == ("pending", [])
+    hold(store, workers=2)
+    assert not ask(0, 2).accepted, "it has said that it holds the version"
+    store.report_engine(report("failed", reason="x"), 0)
+    assert ask(1, 7, 63).reason == "engine e is recorded as failed: x"
+
+
+@pytest.mark.parametrize("lanes", [[-1], [64], [0] * 65])
+def test_a_digest_has_no_such_lanes(lanes: list[int]):
+    body = msgspec.msgpack.encode({"incarnation": "e-0-1", "version": FIRST, "resend": lanes})
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(body, type=m.ReportWorker)
 
 
 def test_the_first_controller_wins_and_the_next_one_takes_over():
@@ -803,6 +830,7 @@ requests = st.one_of(
     st.builds(announce, few, st.integers(0, 4), st.sampled_from(RUNS), st.sampled_from((3.0, 15.0))),
     st.builds(lambda outcome, version: report(outcome, "a", version), outcomes, versions),
     st.builds(m.ReportWorker, incarnation=names, version=versions, failed=st.booleans()),
+    st.builds(m.ReportWorker, incarnation=names, version=versions, resend=st.sampled_from(([1], [2, 3]))),
     st.builds(m.ReportSender, incarnation=names, version=versions, engine=st.sampled_from(ENGINES), reason=st.just("")),
 )
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.plan import CopyProgram
-from awex_core.testing.transport import Meeting, Peers, TransportTests, failure, grid_case, row_case
+from awex_core.testing.transport import Meeting, Peers, TransportTests, failure, grid_case, plan_programs, row_case
 from awex_core.transfer import group, shm, shm_staged
 from awex_core.transfer.base import Deadline, Programs, Progress
 
@@ -191,6 +191,27 @@ class TestShmStaged(TransportTests):
         assert segments_of(os.getpid()) == []
         with pytest.raises(TransferError, match=f"process {os.getpid()} cannot be mapped"):
             shm_staged.attach_ring(ring.address)
+
+    def test_a_bucket_that_fails_its_checksum_is_left_out_and_named(self) -> None:
+        """The others arrive."""
+        case = row_case(1, 3 << 12)
+        (source, memory, views), (_, target, _) = case.sources[0].live(), case.destinations[0].live()
+        case.sources[0].fill(views, case, 1)
+        deadline, progress = Deadline.after(20), Progress()
+        ring = shm_staged.Ring.create(mmap.PAGESIZE * 2, os.getpid())
+        theirs = shm_staged.attach_ring(ring.address)
+        ring.close()
+        writing, reading = (shm_staged.StagedEnd({0: end}, writing=end is ring) for end in (ring, theirs))
+        slot = theirs._slots[1]
+        writing.send(plan_programs(case, "writer", 0), memory, Progress(), deadline)
+        slot[100] ^= 1
+        reading.receive(plan_programs(case, "worker", 0), target, progress, deadline)
+        [damage] = progress.damaged
+        said = "bucket 1 (4096 bytes) from writer rank 0 failed its checksum, after 12288 bytes in all"
+        assert damage.what == said and damage.tensors == {0}
+        sent, arrived = (views[0].flatten().view(torch.uint8), target.buffers[0][: 3 << 12])
+        assert source.nbytes and torch.equal(arrived[:8192], sent[:8192])
+        assert not torch.equal(arrived[8192:], sent[8192:])
 
     @pytest.mark.parametrize("path", ["/etc/passwd", "/dev/shm/other", "/dev/shm/awex-1/../x", "/dev/shm/../awex-1"])
     def test_only_our_own_segments_are_mapped(self, path: str) -> None:

@@ -1,0 +1,32 @@
+"""CRC32C of packed bytes, taken where they leave and again where they arrive.
+
+Only in CPU memory: there a core reads far faster than the wire is. Buckets in
+device memory would have to be copied out first; what happens to those on the
+way is found by the digest at commit, which the device takes itself.
+"""
+
+from __future__ import annotations
+
+import crc32c
+import torch
+
+from awex_core.plan.program import CopyProgram
+from awex_core.transfer.base import Damage
+from awex_core.transfer.buckets import Bucket
+
+
+def is_checked(device: torch.device) -> bool:
+    """Whether buckets in this device's memory have checksums; both ends of a pair are of one kind."""
+    return device.type == "cpu"
+
+
+def checksum(data: torch.Tensor) -> int:
+    """CRC32C of flat bytes in CPU memory."""
+    return crc32c.crc32c(data.numpy().data)
+
+
+def damage(pieces: CopyProgram, bucket: Bucket, number: int, peer: str, nbytes: int) -> Damage:
+    """A bucket that failed: ``number`` counts a pair's from 0, ``nbytes`` have arrived up to and with it."""
+    tensors = frozenset(pieces.tensor[bucket.begin : bucket.end].tolist())
+    what = f"bucket {number} ({bucket.nbytes} bytes) from {peer} failed its checksum, after {nbytes} bytes in all"
+    return Damage(tensors, what)
