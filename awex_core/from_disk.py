@@ -10,7 +10,14 @@ import torch
 from safetensors import safe_open
 
 from awex_core.checkpoint import tensor_files
-from awex_core.commit.digest import differing_tensors, digest_plan, digest_program, partial_digest, verified_tensors
+from awex_core.commit.digest import (
+    differing_tensors,
+    digest_plan,
+    digest_program,
+    held_plan,
+    partial_digest,
+    verified_tensors,
+)
 from awex_core.errors import VerifyError, list_faults
 from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory, ShardCollector
@@ -48,7 +55,7 @@ def load_checkpoint(folder: Path, layout: Layout, memory: Memory) -> None:
             descriptor_view(program, k, memory, "dst").copy_(descriptor_view(program, k, files, "src"))
         expected = partial_digest(digest_plan(sources, layout, 0), layout, files, "full", 0)
         only = verified_tensors(layout.tensors, "full", 0)
-        found = digest_program(program, layout.tensors, memory, "dst", only=only)
+        found = digest_program(held_plan(layout), layout.tensors, memory, "dst", only=only)
     if not np.array_equal(expected, found):
         suspects = differing_tensors(expected, found, layout.tensors)
         raise VerifyError(list_faults(f"what was read from {folder} is not what lies in memory, among", suspects))

@@ -61,6 +61,9 @@ _MAX_REASON = 4000
 _SEEN_S = 5.0
 """How long a version that the controller has seen may take to be seen here."""
 
+_HEADSTART_S = 1.0
+"""How much earlier than a version's limit a worker gives up, at most."""
+
 _LENDING_S = 5.0
 """How long leaving the job waits for an engine that takes this worker's weights."""
 
@@ -326,7 +329,9 @@ class WeightReader:
         try:
             update = self._wait_for_update(version, deadline)
             sync = update.sync
-            self._attempt = attempt = _Attempt(sync.version, update.copy, Deadline.after(sync.remaining_s))
+            # A little before the meta server's own: what it then tells everyone is who was waited for, and how far.
+            limit_s = sync.remaining_s - min(_HEADSTART_S, 0.1 * sync.remaining_s)
+            self._attempt = attempt = _Attempt(sync.version, update.copy, Deadline.after(limit_s))
             self._end_prefetch()
             attempt.only = self._changed(sync)
             traced = self._trace(update.writers[0].manifest)
@@ -600,16 +605,22 @@ class WeightReader:
             raise VerifyError(list_faults(summary, faults))
 
     def _expected_digest(self, attempt: _Attempt, writers: int) -> Lanes:
+        missing = list(range(writers))
+
         def complete(view: JobView) -> Lanes | None:
             sync = self._sync_of(view, attempt)
             if sync is None or sync.engines[self.engine].outcome == "failed":
                 why = _why(sync, self.engine)
                 raise TransferError(f"version {attempt.version} ended before it was verified{why}")
             parts = sync.digests.get(self._info.layout, {})
-            return sum_lanes(map(unpack_lanes, parts.values())) if len(parts) == writers else None
+            missing[:] = [rank for rank in missing if rank not in parts]
+            return sum_lanes(map(unpack_lanes, parts.values())) if not missing else None
 
         what = f"the digest of version {attempt.version}"
-        return self._client.wait_for(complete, timeout_s=attempt.deadline.remaining(what), what=what)
+        try:
+            return self._client.wait_for(complete, timeout_s=attempt.deadline.remaining(what), what=what)
+        except SyncTimeout as error:
+            raise SyncTimeout(f"{error}, which writer rank(s) {missing} have not sent") from error
 
     def finish(self) -> None:
         """After ``receive``: let the engine finish its post-load steps, then report to the meta server.
@@ -684,6 +695,7 @@ class WeightReader:
         logger.error("awex: worker %d of engine %s: %s", self._info.rank, self.engine, error)
         attempt.failure = str(error) or type(error).__name__
         if isinstance(error, SyncTimeout):
+            attempt.failure += f" (version {attempt.version}, {attempt.progress.nbytes} bytes received)"
             stacks.dump(attempt.failure)
         self._close_session()
         try:

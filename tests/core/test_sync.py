@@ -768,6 +768,17 @@ def test_a_pull_that_outlasts_the_writer_is_discarded(
     assert holds(engine, trainer.weights)
 
 
+def test_what_a_worker_waited_for_and_how_far_it_was_is_what_everybody_is_told(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
+) -> None:
+    loop.engine("e", 1, config)
+    trainer = make_trainer()
+    assert trainer.write(1).committed == ("e",)
+    trainer.writers[1]._publish_digests = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(SyncFailed, match=r"writer rank\(s\) \[1\] have not sent \(version 1.2, \d+ bytes received"):
+        trainer.write(2, timeout_s=8)
+
+
 @pytest.mark.parametrize("at", ["begins", "ends"])
 def test_a_pull_that_a_writer_did_not_hold_still_for_is_discarded_without_a_digest(
     loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], at: str
