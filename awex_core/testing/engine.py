@@ -399,9 +399,9 @@ class EngineTests(SiteTests):
         before = site.answer()
         with site.trainer(1, world=2) as trainer:
             with site.unfinished(trainer, self.short_s, self.one_sided):
-                with pytest.raises(TrainerError, match="not committed after|writer rank"):
+                with pytest.raises(TrainerError, match=r"not committed after|writer rank"):
                     trainer.ranks[0].receive(self.short_s + PATIENCE_S)
-            with pytest.raises(TrainerError, match="not committed after|writer rank"):
+            with pytest.raises(TrainerError, match=r"not committed after|writer rank"):
                 trainer.ranks[1].receive()
             site.check_intact_or_refusing(before)
             trainer.load(site.checkpoint(2))
@@ -494,9 +494,9 @@ class ShadowTests(SiteTests):
         before = site.answer()
         with site.trainer(1, world=2) as trainer:
             with site.unfinished(trainer, self.short_s, self.one_sided):
-                with pytest.raises(TrainerError, match="not committed after|writer rank"):
+                with pytest.raises(TrainerError, match=r"not committed after|writer rank"):
                     trainer.ranks[0].receive(self.short_s + PATIENCE_S)
-            with pytest.raises(TrainerError, match="not committed after|writer rank"):
+            with pytest.raises(TrainerError, match=r"not committed after|writer rank"):
                 trainer.ranks[1].receive()
             site.check_kept(before, 3)
             trainer.load(site.checkpoint(2))
