@@ -1,0 +1,342 @@
+"""The real processes of the campaign: meta server, trainer, two engines, their clients, and the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+
+from tests.chaos.client import Answer, Clients
+from tests.chaos.director import Director
+from tests.chaos.points import SOCKET
+from tests.chaos.proxy import Proxy
+from tests.support.jobs import BIN, SOURCES, EngineServer, MetaServerProcess, VllmServer, vllm_forks, wait_for_http
+from tests.support.lines import Child, ChildError, end_session
+from tests.support.sglang_jobs import BIN as SGLANG_BIN
+from tests.support.sglang_jobs import SglangServer, sglang_forks
+from tests.support.tiny_models import make_model
+from tests.support.warm import FORKS, start_process
+
+T = TypeVar("T")
+
+LEASE_S = 2.0
+SYNC_S = 10.0
+CONNECT_S = 4.0
+BUCKET_NBYTES = 16 << 20
+
+WRITE_LIMIT_S = 2 * (SYNC_S + 15.0) + 10.0
+"""Within this a trainer rank's call must return or raise: twice (gathering, then serving) the limit and the writer's own
+grace, and something for a busy machine. ``SyncConfig`` and ``writer._GRACE_S`` give the first two."""
+
+SETTLE_LIMIT_S = 90.0
+"""Within this after a fault all engines must have taken a new version, restarted ones included."""
+
+RANKS = 2
+MODELS = 5
+LAUNCH = ("-m", "tests.chaos.launch")
+TRAINER_ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": SOURCES}
+
+
+class Hang(RuntimeError):
+    """Something took longer than it may."""
+
+
+def until(condition: Callable[[], T | None], what: str, limit_s: float) -> T:
+    """The first true value; raises ``Hang`` after the limit."""
+    end = time.monotonic() + limit_s
+    while True:
+        if value := condition():
+            return value
+        if time.monotonic() > end:
+            raise Hang(f"waited {limit_s:g} s for {what}")
+        time.sleep(0.1)
+
+
+class MetaServer(MetaServerProcess):
+    """The meta server, with the campaign's points in it; its members reach it through a proxy."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+        self._env = env
+        super().__init__(folder, LEASE_S)
+        self.proxy = Proxy(self.port)
+        self.direct, self.address = self.address, f"127.0.0.1:{self.proxy.port}"
+
+    def start(self) -> None:
+        """Start (again) on the same port."""
+        self.log = self.folder / "meta.log"
+        args = [sys.executable, *LAUNCH, "meta-server", "--port", str(self.port), "--lease", str(self.lease_s)]
+        with self.log.open("ab") as sink:
+            variables = {**os.environ, **self._env, **TRAINER_ENV}
+            self.process = start_process([*args, "--token-file", self.token_file], variables, sink)
+        wait_for_http(f"http://127.0.0.1:{self.port}/health", self.process, self.log, 60)
+
+    def status(self) -> dict[str, Any]:
+        """The job, as people are shown it; asked directly, not through the proxy."""
+        token = self.token_file.read_text().strip()
+        url = f"http://127.0.0.1:{self.port}/v1/jobs/default"
+        response = httpx.get(url, headers={"authorization": f"Bearer {token}"}, timeout=5, trust_env=False)
+        response.raise_for_status()
+        return dict(response.json())
+
+    def close(self) -> None:
+        """End it."""
+        self.proxy.close()
+        end_session(self.process, grace_s=5)
+
+
+class Trainer:
+    """The ranks of a trainer that holds checkpoints."""
+
+    def __init__(self, checkpoint: Path, folder: Path, env: Mapping[str, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.run = uuid.uuid4().hex
+        variables = {**os.environ, **TRAINER_ENV, **env}
+        shared = [str(checkpoint), "--world", str(RANKS), "--run", self.run]
+        self.ranks: list[Child] = []
+        for rank in range(RANKS):
+            args = [sys.executable, *LAUNCH, "trainer", *shared, "--rank", str(rank)]
+            self.ranks.append(Child(args, folder / f"rank{rank}.log", variables))
+
+    def pid(self, rank: int) -> int:
+        """Process id of a rank."""
+        return self.ranks[rank].process.pid
+
+    def all(self, do: str, limit_s: float, **arguments: Any) -> list[Any]:
+        """Give all ranks a command; the answers, an exception in place of one that is an error."""
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):  # that it is dead is for the answer to say
+                rank.send(do, **arguments)
+        return self.answers(limit_s)
+
+    def answers(self, limit_s: float) -> list[Any]:
+        """Every rank's next answer or error.
+
+        Raises:
+            Hang: a rank did not answer in time.
+        """
+        end, found = time.monotonic() + limit_s, list[Any]()
+        for number, rank in enumerate(self.ranks):
+            try:
+                found.append(rank.receive(max(end - time.monotonic(), 0.1)))
+            except ChildError as error:
+                if "no answer within" in str(error):
+                    raise Hang(f"trainer rank {number}: {error}") from error
+                found.append(error)
+        return found
+
+    def close(self) -> None:
+        """End every rank at once."""
+        for rank in self.ranks:
+            rank.kill()
+
+
+class Engine:
+    """One engine's server, started again under its name when it has died, and those who ask it."""
+
+    def __init__(self, name: str, start: Callable[[], EngineServer], seed: int) -> None:
+        self.name, self._start = name, start
+        self.server = start()
+        self.clients: Clients | None = None
+        self._seed = seed
+        self.starts = 1
+
+    def wait(self) -> None:
+        """Wait until it is up, and let clients ask."""
+        self.server.wait(120)
+        self.clients = self.clients or Clients(self.name, lambda: self.server.url, self._seed)
+
+    def restart(self) -> None:
+        """End what is left of it, and start it anew, as an operator would."""
+        with contextlib.suppress(httpx.HTTPError):
+            self.server._http.close()
+        end_session(self.server.process, grace_s=0)
+        self.server = self._start()
+        self.server.wait(120)
+        self.starts += 1
+
+    def status(self) -> dict[str, Any] | None:
+        """``/awex/status``; None while it does not answer."""
+        try:
+            return dict(httpx.get(f"{self.server.url}/awex/status", timeout=3, trust_env=False).json())
+        except (httpx.HTTPError, ValueError):
+            return None
+
+    @property
+    def dead(self) -> bool:
+        """Whether its server's process has ended, or says that it cannot go on."""
+        if self.server.process.poll() is not None:
+            return True
+        try:
+            return httpx.get(f"{self.server.url}/health", timeout=10, trust_env=False).status_code != 200
+        except httpx.ConnectError:
+            return True
+        except httpx.HTTPError:
+            return False
+
+    def close(self) -> None:
+        """End it and its clients."""
+        end_session(self.server.process, grace_s=0)
+        if self.clients is not None:
+            self.clients.close()
+
+
+class Stage:
+    """Everything at once; ``close`` ends it."""
+
+    def __init__(self, folder: Path, seed: int, engines: Sequence[str] = ("vllm", "sglang")) -> None:
+        self.folder, self.seed = folder, seed
+        self._parts = contextlib.ExitStack()
+        try:
+            self._open(engines)
+        except BaseException:
+            self._parts.close()
+            raise
+
+    def _open(self, engines: Sequence[str]) -> None:
+        self.temporary = self.folder / "tmp"
+        self.temporary.mkdir()
+        self.models = [
+            make_model(self.folder / f"model-{place}", dtype="float32", seed=100 * self.seed + place, **SIZES)
+            for place in range(MODELS)
+        ]
+        self.director = self._opened(Director(self.folder / "director"))
+        self.oracle = self._opened(self._start_oracle())
+        self.env = {
+            SOCKET: str(self.director.path),
+            "AWEX_SYNC_TIMEOUT": str(SYNC_S),
+            "AWEX_CONNECT_TIMEOUT": str(CONNECT_S),
+            "AWEX_BUCKET_BYTES": str(BUCKET_NBYTES),
+            "AWEX_LAYOUT_CACHE": "off",
+        }
+        self.meta = self._opened(MetaServer(self.folder, self.env))
+        self.published: dict[str, int] = {"default": 0}
+        """Model by the label of its version."""
+        self.number = 0
+        self.engines: dict[str, Engine] = {}
+        for name in engines:
+            start = self._vllm if name == "vllm" else self._sglang
+            self.engines[name] = self._opened(Engine(name, start, self.seed))
+        self.trainer = self._start_trainer()
+        self._parts.callback(lambda: self.trainer.close())
+        for engine in self.engines.values():
+            engine.wait()
+        self.oracle.receive(120)
+
+    def _opened(self, part: Any) -> Any:
+        return self._parts.enter_context(contextlib.closing(part))
+
+    def _start_oracle(self) -> Child:
+        args = [sys.executable, "-m", "tests.chaos.oracle", *map(str, self.models)]
+        return Child(args, self.folder / "oracle.log", {**os.environ, **TRAINER_ENV})
+
+    def _vllm(self) -> VllmServer:
+        extra = ["--weight-sync-engine", "vllm", "--enable-scale-out"]
+        program = [BIN / "python", *LAUNCH, "vllm", "serve"]
+        options: dict[str, Any] = dict(tp=2, dtype="float32", extra=extra, env=self._engine_env("vllm"), wait=False)
+        return VllmServer(self.models[0], self.meta, self.folder / "vllm", program=program, **options)
+
+    def _sglang(self) -> SglangServer:
+        extra = ["--weight-sync-engine", "sglang"]
+        command = [SGLANG_BIN / "python", *LAUNCH, "sglang"]
+        options: dict[str, Any] = dict(tp=1, dtype="float32", extra=extra, env=self._engine_env("sglang"), wait=False)
+        return SglangServer(self.models[0], self.meta, self.folder / "sglang", command=command, **options)
+
+    def _engine_env(self, name: str) -> dict[str, str]:
+        return {**self.env, **self.meta.env, "AWEX_ENGINE": name}
+
+    def _start_trainer(self) -> Trainer:
+        env = {**self.env, **self.meta.env, "TMPDIR": str(self.temporary)}
+        return Trainer(self.models[0], self.folder / "trainer", env)
+
+    def restart_trainer(self) -> None:
+        """End what is left of the trainer and start another, as an operator would."""
+        self.trainer.close()
+        self.trainer = self._start_trainer()
+
+    # Versions
+
+    def next_version(self) -> int:
+        """A number not used yet, with a model other than the last one's; raises ``ChildError`` if a rank is dead."""
+        self.number += 1
+        checkpoint = self.models[self.number % MODELS]
+        for answer in self.trainer.all("load", 30, checkpoint=str(checkpoint)):
+            if isinstance(answer, Exception):
+                raise answer
+        return self.number
+
+    def model_of(self, label: str) -> int:
+        """Which model a label's version had; -1 for a label of none."""
+        if label == "default":
+            return 0
+        _, _, number = label.partition(".")
+        return int(number) % MODELS if number.isdigit() and int(number) <= self.number else -1
+
+    def write(self, number: int) -> None:
+        """Let the ranks publish; ``trainer.answers`` tells how it went."""
+        for rank in self.trainer.ranks:
+            with contextlib.suppress(OSError):
+                rank.send("write", version=number, options={})
+
+    # Checks
+
+    def check_answers(self) -> tuple[int, list[str]]:
+        """How many answers came since the last call, and what is wrong with which."""
+        answers = [answer for engine in self.engines.values() if engine.clients for answer in engine.clients.take()]
+        told = [self._told(answer) for answer in answers]
+        faults = self.oracle.ask("check", 120, answers=told) if told else []
+        wrong = [
+            f"{answer.engine}: {fault}; {json.dumps(vars(answer))}"
+            for answer, fault in zip(answers, faults, strict=True)
+            if fault
+        ]
+        return len(answers), wrong
+
+    def _told(self, answer: Answer) -> dict[str, Any]:
+        spans = [[self.model_of(label), begin, end] for label, begin, end in answer.spans]
+        return {"prompt": answer.prompt, "tokens": answer.tokens, "spans": spans}
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that the product runs in."""
+        roots = [self.meta.process.pid, *(rank.process.pid for rank in self.trainer.ranks)]
+        roots += [engine.server.process.pid for engine in self.engines.values()]
+        found = []
+        for pid in roots:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(pid)
+                found += [root, *root.children(recursive=True)]
+        return found
+
+    def close(self) -> None:
+        """End everything."""
+        self._parts.close()
+
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "initializer_range": 0.1}
+"""Of the models: small, and with logits far enough apart to tell any two weights from each other."""
+
+
+@contextlib.contextmanager
+def warm(folder: Path) -> Iterator[None]:
+    """Within, engines, trainers and the meta server are forked from processes that have imported what they need."""
+    with contextlib.closing(vllm_forks(folder)) as vllm, contextlib.closing(sglang_forks(folder)) as sglang:
+        with ThreadPoolExecutor() as pool:
+            for started in [pool.submit(vllm.wait), pool.submit(sglang.wait)]:
+                started.result()
+        before = os.environ.get(FORKS)
+        os.environ[FORKS] = str(folder)
+        try:
+            yield
+        finally:
+            os.environ.pop(FORKS)
+            if before is not None:
+                os.environ[FORKS] = before
