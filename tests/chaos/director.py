@@ -42,7 +42,8 @@ class Director:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.seen: list[Event] = []
+        self.workers: dict[tuple[str, int], int] = {}
+        """Process ids of the engines' workers, by engine and rank, as last heard."""
         self._traps: list[Trap] = []
         self._lock = threading.Lock()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -58,10 +59,9 @@ class Director:
         return trap
 
     def clear(self) -> None:
-        """Wait for none any more, and forget what was seen."""
+        """Wait for none any more."""
         with self._lock:
             self._traps.clear()
-            self.seen.clear()
 
     def _serve(self) -> None:
         while True:
@@ -76,7 +76,8 @@ class Director:
 
     def _word(self, event: Event) -> dict[str, Any]:
         with self._lock:
-            self.seen.append(event)
+            if event.role == "worker" and event.engine:
+                self.workers[event.engine, event.rank] = event.pid
             trap = next((trap for trap in self._traps if trap.fits(event)), None)
             if trap is not None and trap.once:
                 self._traps.remove(trap)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from tests.chaos import points
+from tests.chaos import mounts, points
 
 points.install()
 
@@ -25,6 +25,8 @@ MODULES = {
 def main() -> None:
     """Be the program."""
     name, arguments = sys.argv[1], sys.argv[2:]
+    if name == "trainer":
+        mounts.own_mounts()
     sys.argv = [name, *(["meta-server"] if name == "meta-server" else []), *arguments]
     runpy.run_module(MODULES[name], run_name="__main__")
 

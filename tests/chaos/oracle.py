@@ -29,9 +29,7 @@ class Oracle:
 
         torch.set_num_threads(1)
         self._torch = torch
-        self._models = [
-            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in checkpoints
-        ]
+        self._models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in checkpoints]
 
     def check(self, answers: list[dict[str, Any]]) -> list[str]:
         """What is wrong with each answer; empty for one that is right.

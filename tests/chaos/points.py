@@ -5,12 +5,11 @@ process connects for each place it reaches, so that it holds nothing open, and g
 nobody listens any more. While it waits for the campaign's word, the campaign may kill it, or stop it, or another one.
 
     child     {"pid": 1, "role": "worker", "engine": "vllm", "rank": 0, "point": "transfer 50 %"}
-    campaign  {"do": "go"} | {"do": "raise", "error": "memory" | "disk"} | {"do": "clock", "shift_s": 3600.0}
+    campaign  {"do": "go"} | {"do": "raise"} | {"do": "clock", "shift_s": 3600.0} | {"do": "say", "value": "..."}
 """
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import os
@@ -31,17 +30,12 @@ SHARES = {1: "transfer 1 %", 50: "transfer 50 %", 99: "transfer 99 %"}
 CALL_NBYTES = 32 << 10
 """Bytes per system call of ``shm``: a tiny model has to arrive in many pieces to be hit between them."""
 
-_ERRORS: dict[str, Callable[[], Exception]] = {
-    "memory": lambda: MemoryError("no memory for staging"),
-    "disk": lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-}
 
-
-def reach(role: str, engine: str, rank: int, point: str) -> None:
-    """Say that this process is at a point, and do what the campaign says.
+def reach(role: str, engine: str, rank: int, point: str) -> str:
+    """Say that this process is at a point, and do what the campaign says; returns what it wants to be answered.
 
     Raises:
-        MemoryError, OSError: the campaign said so.
+        MemoryError: the campaign said so.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(WORD_LIMIT_S)
@@ -51,11 +45,12 @@ def reach(role: str, engine: str, rank: int, point: str) -> None:
             connection.sendall(json.dumps(message).encode() + b"\n")
             word = json.loads(connection.recv(4096) or b'{"do": "go"}')
         except OSError:  # the campaign is over
-            return
+            return ""
     if word["do"] == "raise":
-        raise _ERRORS[word["error"]]()
+        raise MemoryError("there is no memory, says the campaign")
     if word["do"] == "clock":
         _shift_clock(word["shift_s"])
+    return str(word.get("value", ""))
 
 
 def _shift_clock(seconds: float) -> None:
@@ -80,6 +75,7 @@ def install() -> None:
     _before(session.ReaderSession, "__init__", lambda _, key, worker, *rest: _of_worker(worker, "plan"))
     _before(controller.EngineController, "_connect", lambda self, *rest: _of_controller(self, "plan"))
     _before(session.ReaderSession, "receive", _watch_progress)
+    _replace_reason(shm)
     _before(shm_staged.Ring, "create", lambda *rest: reach("trainer", "", 0, "staging"))
     _before(reader.WeightReader, "_verify", lambda self, *rest: _of_worker(self._info, "verify"))
     _before(writer.WeightWriter, "_publish_digests", lambda self, *rest: reach("trainer", "", self.rank, "verify"))
@@ -91,7 +87,7 @@ def install() -> None:
     _before(store.JobStore, "join_controller", lambda *rest: reach("meta", "", 0, "join"))
 
 
-def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
+def _before(owner: Any, name: str, act: Callable[..., object]) -> None:
     static = isinstance(owner.__dict__[name], staticmethod)
     original = getattr(owner, name)
 
@@ -101,6 +97,12 @@ def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, staticmethod(wrapper) if static else wrapper)
+
+
+def _replace_reason(shm: Any) -> None:
+    """Let the campaign forbid this process to read another's memory, which has a pair staged."""
+    original = shm.why_unreadable
+    shm.why_unreadable = lambda endpoint: reach("worker", "", 0, "transport") or original(endpoint)
 
 
 def _of_worker(info: Any, point: str) -> None:

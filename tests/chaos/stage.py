@@ -80,6 +80,11 @@ class MetaServer(MetaServerProcess):
             self.process = start_process([*args, "--token-file", self.token_file], variables, sink)
         wait_for_http(f"http://127.0.0.1:{self.port}/health", self.process, self.log, 60)
 
+    def restart(self) -> None:
+        """Start it again after it has died."""
+        end_session(self.process, grace_s=0)
+        self.start()
+
     def status(self) -> dict[str, Any]:
         """The job, as people are shown it; asked directly, not through the proxy."""
         token = self.token_file.read_text().strip()
@@ -118,6 +123,18 @@ class Trainer:
                 rank.send(do, **arguments)
         return self.answers(limit_s)
 
+    def send_join(self) -> None:
+        """Have all ranks leave, and join as another run; ``answers`` tells how it went."""
+        self.run = uuid.uuid4().hex
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                rank.send("join", run=self.run)
+
+    def join(self, limit_s: float) -> list[Any]:
+        """The same, and wait."""
+        self.send_join()
+        return self.answers(limit_s)
+
     def answers(self, limit_s: float) -> list[Any]:
         """Every rank's next answer or error.
 
@@ -148,21 +165,26 @@ class Engine:
         self.server = start()
         self.clients: Clients | None = None
         self._seed = seed
-        self.starts = 1
 
     def wait(self) -> None:
         """Wait until it is up, and let clients ask."""
         self.server.wait(120)
         self.clients = self.clients or Clients(self.name, lambda: self.server.url, self._seed)
 
-    def restart(self) -> None:
-        """End what is left of it, and start it anew, as an operator would."""
-        with contextlib.suppress(httpx.HTTPError):
-            self.server._http.close()
+    def kill(self) -> None:
+        """End what is left of it."""
+        self.server._http.close()
         end_session(self.server.process, grace_s=0)
+
+    def begin_restart(self) -> None:
+        """Start it anew, as an operator would; does not wait until it is up."""
+        self.kill()
         self.server = self._start()
+
+    def restart(self) -> None:
+        """The same, and wait. A server that came to its end while it started is started once more."""
+        self.begin_restart()
         self.server.wait(120)
-        self.starts += 1
 
     def status(self) -> dict[str, Any] | None:
         """``/awex/status``; None while it does not answer."""
@@ -219,9 +241,8 @@ class Stage:
             "AWEX_LAYOUT_CACHE": "off",
         }
         self.meta = self._opened(MetaServer(self.folder, self.env))
-        self.published: dict[str, int] = {"default": 0}
-        """Model by the label of its version."""
         self.number = 0
+        self._started = 0
         self.engines: dict[str, Engine] = {}
         for name in engines:
             start = self._vllm if name == "vllm" else self._sglang
@@ -239,14 +260,20 @@ class Stage:
         args = [sys.executable, "-m", "tests.chaos.oracle", *map(str, self.models)]
         return Child(args, self.folder / "oracle.log", {**os.environ, **TRAINER_ENV})
 
+    def _receive(self, first: str) -> list[str]:
+        """Engines receive in place and in shadow mode, in turn."""
+        self._started += 1
+        modes = ["in_place", "shadow"]
+        return ["--weight-sync-receive", modes[(modes.index(first) + self._started // 2) % 2]]
+
     def _vllm(self) -> VllmServer:
-        extra = ["--weight-sync-engine", "vllm", "--enable-scale-out"]
+        extra = ["--weight-sync-engine", "vllm", "--enable-scale-out", *self._receive("in_place")]
         program = [BIN / "python", *LAUNCH, "vllm", "serve"]
         options: dict[str, Any] = dict(tp=2, dtype="float32", extra=extra, env=self._engine_env("vllm"), wait=False)
         return VllmServer(self.models[0], self.meta, self.folder / "vllm", program=program, **options)
 
     def _sglang(self) -> SglangServer:
-        extra = ["--weight-sync-engine", "sglang"]
+        extra = ["--weight-sync-engine", "sglang", *self._receive("shadow")]
         command = [SGLANG_BIN / "python", *LAUNCH, "sglang"]
         options: dict[str, Any] = dict(tp=1, dtype="float32", extra=extra, env=self._engine_env("sglang"), wait=False)
         return SglangServer(self.models[0], self.meta, self.folder / "sglang", command=command, **options)
