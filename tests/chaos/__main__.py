@@ -10,7 +10,7 @@ models, while clients ask both engines all the time. Each case strikes at one po
 - every answer given meanwhile is, token by token, what the version it names says (``oracle``),
 - no process, port, shared memory or temporary file is left.
 
-The cases are drawn from the seed. ``--only`` takes those with a text in their name, such as ``"engine worker, verify"``.
+The cases are drawn from the seed. ``--only`` takes those with a text in their name: ``"engine worker, verify"``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tests import leftovers
+from tests.chaos import netns
 from tests.chaos.campaign import Campaign, Result
-from tests.chaos.faults import draw_cases
-from tests.chaos.report import summary, write_table
+from tests.chaos.faults import Case, draw_cases, draw_link_cases
+from tests.chaos.report import describe, summary, write_table
 from tests.chaos.stage import Stage, warm
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -40,14 +45,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=340)
     parser.add_argument("--only", default="")
+    parser.add_argument("--jobs", type=int, default=2, help="stages side by side; most of a case's time is waiting")
     parser.add_argument("--write", type=Path, help="Markdown file that gets the table, between its markers")
-    parser.add_argument("--keep", action="store_true", help="keep the processes' logs, and say where they are")
     args = parser.parse_args()
     os.environ.update(OFFLINE)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an interrupt does: end what was started
     mark = leftovers.mark_this_run()
     folder = Path(tempfile.mkdtemp(prefix="awex-chaos-"))
     try:
-        results = run(args.seed, args.count, args.only, folder)
+        results = run(args.seed, args.count, args.only, args.jobs, folder)
     finally:
         left = leftovers.find(mark)
         leftovers.end(left)
@@ -59,25 +65,44 @@ def main() -> None:
     sys.exit("FAIL" in line)
 
 
-def run(seed: int, count: int, only: str, folder: Path) -> list[Result]:
-    """The campaign; prints a line for each case."""
-    cases = [case for case in islice(draw_cases(seed), 2000) if only in str(case)][:count]
-    results: list[Result] = []
+def run(seed: int, count: int, only: str, jobs: int, folder: Path) -> list[Result]:
+    """The campaign, on ``jobs`` stages side by side; prints a line for each case."""
+    cases = choose(seed, count, only)
+    waiting = deque(case for case in cases if case.who != "link")
+    on_link = deque(case for case in cases if case.who == "link")
+    results, begun = list[Result](), time.monotonic()
+
+    def work(name: str, todo: deque[Case], **options: Any) -> None:
+        if not todo:
+            return
+        place = folder / name
+        place.mkdir()
+        with closing(Stage(place, seed, **options)) as stage:
+            campaign = Campaign(stage, random.Random(seed))
+            campaign.open()
+            while todo:
+                result = campaign.run(todo.popleft())
+                results.append(result)
+                print(f"{time.monotonic() - begun:5.0f} s {len(results)}/{len(cases)} {describe(result)}", flush=True)
+
     (folder / "forks").mkdir()
-    with warm(folder / "forks"), closing(Stage(folder, seed)) as stage:
-        campaign = Campaign(stage, random.Random(seed))
-        campaign.open()
-        begun = time.monotonic()
-        for case in cases:
-            result = campaign.run(case)
-            results.append(result)
-            print(
-                f"{time.monotonic() - begun:5.0f} s {len(results)}/{len(cases)} {case}: {result.outcome}, "
-                f"{result.recovered_s:.1f} s, {result.syncs} sync(s), {result.answers} answers"
-                + "".join(f"\n    {kind}: {fault}" for kind, fault in result.faults),
-                flush=True,
-            )
+    with warm(folder / "forks"):
+        with ThreadPoolExecutor(jobs) as pool:
+            for done in [pool.submit(work, f"stage{job}", waiting) for job in range(jobs)]:
+                done.result()
+        work("link", on_link, engines=["vllm"], apart=True)
     return results
+
+
+def choose(seed: int, count: int, only: str) -> list[Case]:
+    """The first of the seed's cases that fit; every 25th is one of the cable, where that can be had."""
+    found = [case for case in islice(draw_cases(seed), 2000) if only in str(case)]
+    if netns.allowed():
+        of_link = [case for case in islice(draw_link_cases(seed), 200) if only in str(case)]
+        share = min(len(of_link), max(count // 25, 1)) if found else count
+        return [*found[: count - share], *of_link[:share]]
+    print("no faults of the cable: network namespaces cannot be made here, which takes root")
+    return found[:count]
 
 
 if __name__ == "__main__":

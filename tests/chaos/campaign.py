@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 import time
@@ -33,6 +32,7 @@ class Result:
     case: Case
     outcome: str = ""
     recovered_s: float = 0.0
+    total_s: float = 0.0
     syncs: int = 0
     answers: int = 0
     hangs: list[str] = field(default_factory=list)
@@ -79,7 +79,9 @@ class Campaign:
     def __init__(self, stage: Stage, rng: random.Random) -> None:
         self.stage, self._rng = stage, rng
         self._names = tuple(stage.engines)
-        self._pids: set[int] = set()
+        self._joined = True
+        """Whether the trainer takes part: one that has failed to join has to be started again."""
+        self._known: set[psutil.Process] = set()
 
     def open(self) -> None:
         """Bring the first versions to all engines, and note what an undisturbed stage holds open."""
@@ -94,8 +96,8 @@ class Campaign:
 
     def run(self, case: Case) -> Result:
         """One case, from the injection to a version that all engines serve."""
-        result = Result(case)
-        self._note_pids()
+        result, started = Result(case), time.monotonic()
+        self._note_processes()
         injection = Injection(self.stage, case, self._rng)
         watcher = Watcher(self.stage.engines.values())
         try:
@@ -114,6 +116,7 @@ class Campaign:
             result.hangs.append(f"no version was taken by all engines afterwards: {hang}")
             self._start_over()
         self._check(result)
+        result.total_s = time.monotonic() - started
         return result
 
     def _check(self, result: Result) -> None:
@@ -138,12 +141,15 @@ class Campaign:
         if case.phase == "join" and case.who != "trainer rank" and case.who != "meta server":
             return
         hold_s = case.hold_s if case.how != "SIGKILL" else 0.0
-        stage.trainer.answers(WRITE_LIMIT_S + hold_s)
+        answers = stage.trainer.answers(WRITE_LIMIT_S + hold_s)
+        if not self._joined:
+            self._joined = not any(isinstance(answer, Exception) for answer in answers)
 
     def _cause_join(self, case: Case, injection: Injection) -> None:
         stage = self.stage
         if case.who in ("trainer rank", "meta server"):
             stage.trainer.send_join()
+            self._joined = False
         elif case.coin:  # everyone joins again
             stage.meta.kill()
             stage.meta.restart()
@@ -222,11 +228,10 @@ class Campaign:
         for engine in stage.engines.values():
             if engine.dead:
                 engine.restart()
-        if any(rank.process.poll() is not None for rank in stage.trainer.ranks):
+        if not self._joined or any(rank.process.poll() is not None for rank in stage.trainer.ranks):
             stage.restart_trainer()
-            with contextlib.suppress(ChildError):
-                stage.trainer.answers(60)
-        self._note_pids()
+            self._joined = not any(isinstance(answer, Exception) for answer in stage.trainer.answers(60))
+        self._note_processes()
 
     def _start_over(self) -> None:
         """After a hang: everything anew, so that the next case is not blamed for it."""
@@ -239,8 +244,8 @@ class Campaign:
 
     # Leaks
 
-    def _note_pids(self) -> None:
-        self._pids |= {process.pid for process in self.stage.processes()}
+    def _note_processes(self) -> None:
+        self._known |= {*self.stage.processes()}
 
     def _leaks(self) -> list[str]:
         """What is left of the past: shared memory, processes, ports, temporary files."""
@@ -255,14 +260,14 @@ class Campaign:
         return found
 
     def _segments(self) -> list[str]:
+        pids = {process.pid for process in self._known}
         names = [path.name for path in Path("/dev/shm").glob("awex-*")]
-        return [name for name in names if int(name.split("-")[1]) in self._pids]
+        return [name for name in names if int(name.split("-")[1]) in pids]
 
     def _orphans(self) -> list[str]:
-        mine = {process.pid for process in self.stage.processes()} | {os.getpid()}
-        mine |= {child.pid for child in psutil.Process().children(recursive=True)}
-        left = [process for process in leftovers.find(os.environ[leftovers.MARK]) if process.pid not in mine]
-        return [f"process {leftovers.describe(process)}" for process in left]
+        """Processes that were part of the stage, live on, and are not part of it any more."""
+        left = self._known - {*self.stage.processes()}
+        return [f"process {leftovers.describe(process)}" for process in left if _runs(process)]
 
     def _open_ports(self) -> dict[str, int]:
         """Ports that are listened on, by who does."""
@@ -282,6 +287,13 @@ class Campaign:
 
     def _new_files(self) -> list[str]:
         return [path for path in self._temporary_files() if path not in self._known_files]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _listening(pid: int) -> int:

@@ -15,7 +15,7 @@ import httpx
 LENGTHS = (8, 48)
 """Tokens asked for: by one client short answers, by another such as are under way when weights change."""
 
-PAUSE_S = 0.1
+PAUSE_S = 0.25
 _LIMIT_S = 30.0
 """Longest an engine may take for one answer before a client gives up."""
 

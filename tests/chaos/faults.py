@@ -26,6 +26,9 @@ SIGNALS = ("SIGKILL", "SIGSTOP")
 NETWORK = ("reset", "stall", "delay", "truncate", "slow", "replayed messages", "foreign peers")
 RESOURCES = ("file-size limit", "full /dev/shm", "no memory in the worker", "no memory in the trainer", "clock jump")
 
+LINK = ("cable cut", "256 kbit/s")
+"""Between trainer and engine, with ``nccl``: on a stage of their own."""
+
 SHORT_S, PAST_LEASE_S, PAST_LIMIT_S = 0.7, LEASE_S + 1.5, SYNC_S + 3.0
 """How long a process stays stopped, or the network disturbed."""
 
@@ -63,10 +66,18 @@ def cells() -> list[tuple[str, str, str]]:
 
 def draw_cases(seed: int) -> Iterator[Case]:
     """Cases without end: round after round of all cells, each round in an order of its own."""
-    rng = random.Random(seed)
+    return _rounds(random.Random(seed), cells())
+
+
+def draw_link_cases(seed: int) -> Iterator[Case]:
+    """The same of faults of the cable."""
+    return _rounds(random.Random(seed), [("link", "", how) for how in LINK])
+
+
+def _rounds(rng: random.Random, cells: list[tuple[str, str, str]]) -> Iterator[Case]:
     rounds = 0
     while True:
-        chosen = cells()
+        chosen = list(cells)
         rng.shuffle(chosen)
         for who, phase, how in chosen:
             yield draw(rng, who, phase, how, rounds)
@@ -75,7 +86,7 @@ def draw_cases(seed: int) -> Iterator[Case]:
 
 def draw(rng: random.Random, who: str, phase: str, how: str, rounds: int) -> Case:
     """What is left open in a cell."""
-    engine = rng.choice(("vllm", "sglang"))
+    engine = rng.choice(("vllm", "sglang")) if who != "link" else "vllm"
     ranks = WORKERS[engine] if who == "engine worker" else RANKS
     # One in five stops lasts longer than a version may take.
     hold_s = PAST_LIMIT_S if rounds % 5 == 3 else rng.choice((SHORT_S, PAST_LEASE_S))
@@ -138,6 +149,8 @@ class Injection:
             self._signal(self._target(event))
         elif case.who == "network":
             self._disturb()
+        elif case.who == "link":
+            self._disturb_link()
         elif case.how == "clock jump":
             return {"do": "clock", "shift_s": 3600.0 if case.coin else -3600.0}
         elif case.how.startswith("no memory"):
@@ -183,6 +196,13 @@ class Injection:
             mode: Mode = how  # type: ignore[assignment]
             proxy.mode = mode
             self._later(lambda: setattr(proxy, "mode", "pass"))
+
+    def _disturb_link(self) -> None:
+        link = self.stage.link
+        if link is None:
+            raise ValueError("this stage has no cable")
+        link.cut() if self.case.how == "cable cut" else link.slow(256)
+        self._later(link.mend)
 
     def _limit_files(self, pid: int) -> None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)

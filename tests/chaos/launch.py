@@ -10,8 +10,9 @@ from __future__ import annotations
 import runpy
 import sys
 
-from tests.chaos import mounts, points
+from tests.chaos import mounts, netns, points
 
+netns.enter_named()
 points.install()
 
 MODULES = {

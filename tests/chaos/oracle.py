@@ -4,8 +4,8 @@
 
 The checkpoints are loaded into transformers in float32. Prompt and answer are put through a version's model once
 ("teacher forcing"), and each of that version's tokens must be the one with the highest logit, or within
-``TOLERANCE`` of it: engines and transformers add up in other orders. Neighbouring logits of the tiny models differ by some
-hundred times as much.
+``TOLERANCE`` of it: engines and transformers add up in other orders. Neighbouring logits of the tiny models differ by
+some hundred times as much.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from typing import Literal
 
+from tests.chaos.netns import enter
+
 Mode = Literal["pass", "reset", "stall", "delay", "truncate", "slow"]
 
 DELAY_S = 0.2
@@ -26,10 +28,13 @@ class Proxy:
     """Listens on a free port of the loopback interface; ``mode`` may be changed at any time.
 
     ``reset``: new and open connections are reset when they carry anything. ``stall``: nothing passes, nothing ends.
-    ``delay``: everything takes ``DELAY_S`` longer. ``truncate``: answers end in the middle. ``slow``: a few bytes at a time.
+    ``delay``: everything takes ``DELAY_S`` longer. ``truncate``: answers end in the middle. ``slow``: a few bytes at
+    a time.
     """
 
-    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1", *, netns: str = "") -> None:
+        """``netns``: the network namespace of what it connects to, if not this one."""
+        self._netns = netns
         self.mode: Mode = "pass"
         self.requests: deque[bytes] = deque(maxlen=KEPT)
         self._to = port
@@ -40,6 +45,8 @@ class Proxy:
         self._thread.start()
 
     def _run(self) -> None:
+        if self._netns:
+            enter(self._netns)  # this thread only; the socket that listens stays where it was made
         asyncio.set_event_loop(self._loop)
         self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._socket))
         self._loop.run_forever()

@@ -22,6 +22,15 @@ def summary(results: Sequence[Result], left: Sequence[str] = ()) -> str:
     return f"chaos: {says} faults={len(results)} hangs={hangs} torn={torn} leaks={leaks}"
 
 
+def describe(result: Result) -> str:
+    """A case in one line, and one for each thing that is wrong."""
+    line = (
+        f"{result.case}: {result.outcome}; {result.recovered_s:.1f} s, {result.syncs} sync(s), "
+        f"{result.answers} answers, {result.total_s:.0f} s in all"
+    )
+    return line + "".join(f"\n    {kind}: {fault}" for kind, fault in result.faults)
+
+
 def table(results: Sequence[Result]) -> list[str]:
     """Rows by fault, phase and way, in Markdown."""
     groups: dict[tuple[str, str, str], list[Result]] = {}

@@ -18,7 +18,8 @@ import psutil
 
 from tests.chaos.client import Answer, Clients
 from tests.chaos.director import Director
-from tests.chaos.points import SOCKET
+from tests.chaos.netns import VARIABLE, Link
+from tests.chaos.points import SOCKET, WRITER_GRACE_S
 from tests.chaos.proxy import Proxy
 from tests.support.jobs import BIN, SOURCES, EngineServer, MetaServerProcess, VllmServer, vllm_forks, wait_for_http
 from tests.support.lines import Child, ChildError, end_session
@@ -30,13 +31,13 @@ from tests.support.warm import FORKS, start_process
 T = TypeVar("T")
 
 LEASE_S = 2.0
-SYNC_S = 10.0
+SYNC_S = 8.0
 CONNECT_S = 4.0
 BUCKET_NBYTES = 16 << 20
 
-WRITE_LIMIT_S = 2 * (SYNC_S + 15.0) + 10.0
-"""Within this a trainer rank's call must return or raise: twice (gathering, then serving) the limit and the writer's own
-grace, and something for a busy machine. ``SyncConfig`` and ``writer._GRACE_S`` give the first two."""
+WRITE_LIMIT_S = 2 * (SYNC_S + WRITER_GRACE_S) + 10.0
+"""Within this a trainer rank's call must return or raise: the limit and the writer's grace, twice (gathering, serving),
+and something for a busy machine."""
 
 SETTLE_LIMIT_S = 90.0
 """Within this after a fault all engines must have taken a new version, restarted ones included."""
@@ -65,11 +66,11 @@ def until(condition: Callable[[], T | None], what: str, limit_s: float) -> T:
 class MetaServer(MetaServerProcess):
     """The meta server, with the campaign's points in it; its members reach it through a proxy."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str], host: str) -> None:
         self._env = env
         super().__init__(folder, LEASE_S)
-        self.proxy = Proxy(self.port)
-        self.direct, self.address = self.address, f"127.0.0.1:{self.proxy.port}"
+        self.proxy = Proxy(self.port, host)
+        self.address = f"{host}:{self.proxy.port}"
 
     def start(self) -> None:
         """Start (again) on the same port."""
@@ -215,10 +216,21 @@ class Engine:
 class Stage:
     """Everything at once; ``close`` ends it."""
 
-    def __init__(self, folder: Path, seed: int, engines: Sequence[str] = ("vllm", "sglang")) -> None:
+    def __init__(
+        self, folder: Path, seed: int, engines: Sequence[str] = ("vllm", "sglang"), *, apart: bool = False
+    ) -> None:
+        """Start everything, without waiting for the trainer.
+
+        Args:
+            folder: for logs and models; exists.
+            seed: of the models and of what clients ask.
+            engines: which.
+            apart: engines live in a network namespace, and weights travel by ``nccl`` (gloo).
+        """
         self.folder, self.seed = folder, seed
         self._parts = contextlib.ExitStack()
         try:
+            self.link: Link | None = self._opened(Link()) if apart else None
             self._open(engines)
         except BaseException:
             self._parts.close()
@@ -240,7 +252,9 @@ class Stage:
             "AWEX_BUCKET_BYTES": str(BUCKET_NBYTES),
             "AWEX_LAYOUT_CACHE": "off",
         }
-        self.meta = self._opened(MetaServer(self.folder, self.env))
+        if self.link is not None:
+            self.env["AWEX_TRANSPORT"] = "nccl"
+        self.meta = self._opened(MetaServer(self.folder, self.env, self.link.host if self.link else "127.0.0.1"))
         self.number = 0
         self._started = 0
         self.engines: dict[str, Engine] = {}
@@ -266,20 +280,30 @@ class Stage:
         modes = ["in_place", "shadow"]
         return ["--weight-sync-receive", modes[(modes.index(first) + self._started // 2) % 2]]
 
-    def _vllm(self) -> VllmServer:
+    def _vllm(self) -> EngineServer:
         extra = ["--weight-sync-engine", "vllm", "--enable-scale-out", *self._receive("in_place")]
         program = [BIN / "python", *LAUNCH, "vllm", "serve"]
-        options: dict[str, Any] = dict(tp=2, dtype="float32", extra=extra, env=self._engine_env("vllm"), wait=False)
-        return VllmServer(self.models[0], self.meta, self.folder / "vllm", program=program, **options)
+        options: dict[str, Any] = dict(tp=2, dtype="float32", extra=extra, env=self._engine_env(), wait=False)
+        return self._reachable(VllmServer(self.models[0], self.meta, self.folder / "vllm", program=program, **options))
 
-    def _sglang(self) -> SglangServer:
+    def _sglang(self) -> EngineServer:
         extra = ["--weight-sync-engine", "sglang", *self._receive("shadow")]
         command = [SGLANG_BIN / "python", *LAUNCH, "sglang"]
-        options: dict[str, Any] = dict(tp=1, dtype="float32", extra=extra, env=self._engine_env("sglang"), wait=False)
-        return SglangServer(self.models[0], self.meta, self.folder / "sglang", command=command, **options)
+        options: dict[str, Any] = dict(tp=1, dtype="float32", extra=extra, env=self._engine_env(), wait=False)
+        return self._reachable(
+            SglangServer(self.models[0], self.meta, self.folder / "sglang", command=command, **options)
+        )
 
-    def _engine_env(self, name: str) -> dict[str, str]:
-        return {**self.env, **self.meta.env, "AWEX_ENGINE": name}
+    def _engine_env(self) -> dict[str, str]:
+        apart = {VARIABLE: self.link.name, "VLLM_HOST_IP": "127.0.0.1"} if self.link else {}
+        return {**self.env, **self.meta.env, **apart}
+
+    def _reachable(self, server: EngineServer) -> EngineServer:
+        """A server in the namespace listens on the loopback interface there, which a proxy reaches."""
+        if self.link is not None:
+            proxy = self._opened(Proxy(server.port, netns=self.link.name))
+            server.url = f"http://127.0.0.1:{proxy.port}"
+        return server
 
     def _start_trainer(self) -> Trainer:
         env = {**self.env, **self.meta.env, "TMPDIR": str(self.temporary)}
