@@ -88,8 +88,11 @@ def run(seed: int, count: int, only: str, jobs: int, folder: Path) -> list[Resul
     (folder / "forks").mkdir()
     with warm(folder / "forks"):
         with ThreadPoolExecutor(jobs) as pool:
-            for done in [pool.submit(work, f"stage{job}", waiting) for job in range(jobs)]:
-                done.result()
+            try:
+                for done in [pool.submit(work, f"stage{job}", waiting) for job in range(jobs)]:
+                    done.result()
+            finally:
+                waiting.clear()  # nothing new is begun once anything has gone wrong here
         work("link", on_link, engines=["vllm"], apart=True)
     return results
 

@@ -62,7 +62,7 @@ class Watcher:
             thread.start()
 
     def _watch(self, engine: Engine) -> None:
-        while not self._end.wait(0.15):
+        while not self._end.wait(0.2):
             status = engine.status()
             self.seen[engine.name].add("silent" if status is None else str(status["state"]))
 
