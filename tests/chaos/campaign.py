@@ -81,6 +81,8 @@ class Campaign:
         self._names = tuple(stage.engines)
         self._joined = True
         """Whether the trainer takes part: one that has failed to join has to be started again."""
+        self._refused = False
+        """Whether some engine did not commit the version that was struck."""
         self._known: set[psutil.Process] = set()
 
     def open(self) -> None:
@@ -126,7 +128,7 @@ class Campaign:
     # The strike
 
     def _strike(self, case: Case, injection: Injection, result: Result) -> None:
-        stage = self.stage
+        stage, self._refused = self.stage, False
         number = stage.next_version()
         if case.phase == "join":
             self._cause_join(case, injection)
@@ -142,6 +144,7 @@ class Campaign:
             return
         hold_s = case.hold_s if case.how != "SIGKILL" else 0.0
         answers = stage.trainer.answers(WRITE_LIMIT_S + hold_s)
+        self._refused = any("SyncFailed" in str(answer) for answer in answers if isinstance(answer, Exception))
         if not self._joined:
             self._joined = not any(isinstance(answer, Exception) for answer in answers)
 
@@ -169,7 +172,8 @@ class Campaign:
             return TORN
         statuses = [engine.status() for engine in stage.engines.values()]
         numbers = [status["version"]["number"] if status else -1 for status in statuses]
-        return TAKEN if all(number == stage.number for number in numbers) else KEPT
+        # An engine without the version may have got it from another one since.
+        return TAKEN if not self._refused and all(number == stage.number for number in numbers) else KEPT
 
     def _missing(self) -> bool:
         try:

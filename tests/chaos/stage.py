@@ -285,7 +285,8 @@ class Stage:
     def _vllm(self) -> EngineServer:
         extra = ["--weight-sync-engine", "vllm", "--enable-scale-out", *self._receive("in_place")]
         program = [BIN / "python", *LAUNCH, "vllm", "serve"]
-        options: dict[str, Any] = dict(tp=2, dtype="float32", extra=extra, env=self._engine_env(), wait=False)
+        options: dict[str, Any] = dict(dtype="float32", extra=extra, env=self._engine_env(), wait=False)
+        options["tp"] = 1 if self.link else 2
         return self._reachable(VllmServer(self.models[0], self.meta, self.folder / "vllm", program=program, **options))
 
     def _sglang(self) -> EngineServer:
