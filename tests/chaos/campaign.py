@@ -116,7 +116,8 @@ class Campaign:
             result.recovered_s = time.monotonic() - begun
         except Hang as hang:
             result.hangs.append(f"no version was taken by all engines afterwards: {hang}")
-            self._start_over()
+            with contextlib.suppress(Hang):  # the next case will say so
+                self._start_over()
         self._check(result)
         result.total_s = time.monotonic() - started
         return result
@@ -195,8 +196,8 @@ class Campaign:
         """
         end, syncs, last = time.monotonic() + limit_s, 0, "nothing yet"
         while time.monotonic() < end:
-            self._restart_the_dead()
             try:
+                self._restart_the_dead()
                 label = self._publish(min(WRITE_LIMIT_S, end - time.monotonic() + 30))
             except ChildError as error:
                 last = str(error).split("\n")[0]
@@ -230,6 +231,7 @@ class Campaign:
         if stage.meta.process.poll() is not None:
             stage.meta.restart()
         for engine in stage.engines.values():
+            engine.settle()
             if engine.dead:
                 engine.restart()
         if not self._joined or any(rank.process.poll() is not None for rank in stage.trainer.ranks):

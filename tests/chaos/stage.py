@@ -166,6 +166,7 @@ class Engine:
         self.server = start()
         self.clients: Clients | None = None
         self._seed = seed
+        self._starting = False
         self._http = httpx.Client(timeout=5, trust_env=False, verify=False)
 
     def wait(self) -> None:
@@ -181,12 +182,22 @@ class Engine:
     def begin_restart(self) -> None:
         """Start it anew, as an operator would; does not wait until it is up."""
         self.kill()
-        self.server = self._start()
+        self.server, self._starting = self._start(), True
 
     def restart(self) -> None:
-        """The same, and wait. A server that came to its end while it started is started once more."""
+        """The same, and wait; raises ``ChildError`` if it does not come up."""
         self.begin_restart()
+        self._starting = False
         self.server.wait(120)
+
+    def settle(self) -> None:
+        """Wait for a start that is under way; one that has come to nothing is made again."""
+        if self._starting:
+            self._starting = False
+            try:
+                self.server.wait(120)
+            except ChildError:
+                self.restart()
 
     def status(self) -> dict[str, Any] | None:
         """``/awex/status``; None while it does not answer."""
