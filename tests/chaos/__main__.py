@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,7 @@ from tests.chaos import netns
 from tests.chaos.campaign import Campaign, Result
 from tests.chaos.faults import Case, draw_cases, draw_link_cases
 from tests.chaos.report import describe, summary, write_table
-from tests.chaos.stage import Stage, warm
+from tests.chaos.stage import Stage, make_models, warm
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
@@ -79,7 +79,7 @@ def run(seed: int, count: int, only: str, jobs: int, folder: Path) -> list[Resul
             return
         place = folder / name
         place.mkdir()
-        with closing(Stage(place, seed, **options)) as stage:
+        with closing(Stage(place, models, seed, **options)) as stage:
             campaign = Campaign(stage, random.Random(seed))
             campaign.open()
             while todo:
@@ -93,12 +93,13 @@ def run(seed: int, count: int, only: str, jobs: int, folder: Path) -> list[Resul
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    models = make_models(folder, seed)
     (folder / "forks").mkdir()
     with warm(folder / "forks"), ThreadPoolExecutor(jobs + 1) as pool:
         stages = [pool.submit(work, f"stage{job}", waiting) for job in range(jobs)]
         stages.append(pool.submit(work, "link", on_link, engines=["vllm"], apart=True))
         try:
-            for stage in stages:
+            for stage in as_completed(stages):
                 stage.result()
         finally:
             stop()  # nothing new is begun once anything has gone wrong here

@@ -230,17 +230,24 @@ class Stage:
     """Everything at once; ``close`` ends it."""
 
     def __init__(
-        self, folder: Path, seed: int, engines: Sequence[str] = ("vllm", "sglang"), *, apart: bool = False
+        self,
+        folder: Path,
+        models: Sequence[Path],
+        seed: int,
+        engines: Sequence[str] = ("vllm", "sglang"),
+        *,
+        apart: bool = False,
     ) -> None:
         """Start everything, without waiting for the trainer.
 
         Args:
-            folder: for logs and models; exists.
-            seed: of the models and of what clients ask.
+            folder: for logs; exists.
+            models: see ``make_models``.
+            seed: of what clients ask.
             engines: which.
             apart: engines live in a network namespace, and weights travel by ``nccl`` (gloo).
         """
-        self.folder, self.seed = folder, seed
+        self.folder, self.models, self.seed = folder, models, seed
         self._parts = contextlib.ExitStack()
         try:
             self.link: Link | None = self._opened(Link()) if apart else None
@@ -252,10 +259,6 @@ class Stage:
     def _open(self, engines: Sequence[str]) -> None:
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir()
-        self.models = [
-            make_model(self.folder / f"model-{place}", dtype="float32", seed=100 * self.seed + place, **SIZES)
-            for place in range(MODELS)
-        ]
         self.director = self._opened(Director(self.folder / "director"))
         self.oracle = self._opened(self._start_oracle())
         self.env = {
@@ -389,6 +392,12 @@ class Stage:
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "initializer_range": 0.1}
 """Of the models: small, and with logits far enough apart to tell any two weights from each other."""
+
+
+def make_models(folder: Path, seed: int) -> list[Path]:
+    """The checkpoints that versions are made of; the first is the engines' own."""
+    places = range(MODELS)
+    return [make_model(folder / f"model-{k}", dtype="float32", seed=100 * seed + k, **SIZES) for k in places]
 
 
 @contextlib.contextmanager

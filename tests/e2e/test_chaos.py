@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.campaign import Campaign
 from tests.chaos.faults import PAST_LEASE_S, SHORT_S, Case
 from tests.chaos.report import describe
-from tests.chaos.stage import Stage
+from tests.chaos.stage import Stage, make_models
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -37,7 +37,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def campaign(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
-    with closing(Stage(tmp_path_factory.mktemp("chaos"), seed=1)) as stage:
+    folder = tmp_path_factory.mktemp("chaos")
+    with closing(Stage(folder, make_models(folder, 1), seed=1)) as stage:
         campaign = Campaign(stage, random.Random(1))
         campaign.open()
         yield campaign
