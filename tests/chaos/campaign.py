@@ -78,6 +78,8 @@ class Campaign:
 
     def __init__(self, stage: Stage, rng: random.Random) -> None:
         self.stage, self._rng = stage, rng
+        self.label = ""
+        """Of the version that all engines took last."""
         self._names = tuple(stage.engines)
         self._joined = True
         """Whether the trainer takes part: one that has failed to join has to be started again."""
@@ -204,6 +206,7 @@ class Campaign:
                 continue
             finally:
                 syncs += 1
+            self.label = label
             for engine in self.stage.engines.values():
                 if engine.clients and not engine.clients.wait_for_answer(label, 40):
                     raise Hang(f"{engine.name} committed version {label}, but gives no answer by it")

@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.campaign import Campaign
 from tests.chaos.faults import PAST_LEASE_S, SHORT_S, Case
 from tests.chaos.report import describe
-from tests.chaos.stage import Stage, make_models
+from tests.chaos.stage import MODELS, Stage, make_models
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -45,7 +45,16 @@ def campaign(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_the_oracle_refuses_another_version_and_mixtures(campaign: Campaign) -> None:
-    assert campaign.stage.oracle.ask("prove", 60, prompt=[1, 2, 3, 4], count=12) == []
+    """Of models that it runs itself, and of what the engines answer."""
+    stage = campaign.stage
+    assert stage.oracle.ask("prove", 60, prompt=[1, 2, 3, 4], count=12) == []
+    for engine in stage.engines.values():
+        assert engine.clients and engine.clients.wait_for_answer(campaign.label, 60)
+        told = [stage.told(answer) for answer in engine.clients.take()]
+        assert not any(stage.oracle.ask("check", 60, answers=told))
+        for answer in told:
+            answer["spans"] = [[(model + 1) % MODELS, begin, end] for model, begin, end in answer["spans"]]
+        assert all(stage.oracle.ask("check", 60, answers=told))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
