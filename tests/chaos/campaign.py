@@ -15,7 +15,7 @@ import psutil
 
 from tests import leftovers
 from tests.chaos.faults import Case, Injection
-from tests.chaos.stage import SETTLE_LIMIT_S, WRITE_LIMIT_S, Engine, Hang, Stage, until
+from tests.chaos.stage import RECOVERY_S, SETTLE_LIMIT_S, SYNC_S, WRITE_LIMIT_S, Engine, Hang, Stage, until
 from tests.support.lines import ChildError
 
 REACH_LIMIT_S = 40.0
@@ -200,7 +200,7 @@ class Campaign:
         while time.monotonic() < end:
             try:
                 self._restart_the_dead()
-                label = self._publish(min(WRITE_LIMIT_S, end - time.monotonic() + 30))
+                label = self._publish()
             except ChildError as error:
                 last = str(error).split("\n")[0]
                 continue
@@ -213,15 +213,15 @@ class Campaign:
             return syncs
         raise Hang(f"{syncs} version(s) in {limit_s:g} s; the last: {last}")
 
-    def _publish(self, limit_s: float) -> str:
+    def _publish(self) -> str:
         stage = self.stage
         number = stage.next_version()
         answers = stage.trainer.all("wait_for_engines", 30, count=len(self._names), timeout_s=15)
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
-        stage.write(number)
-        answers = stage.trainer.answers(limit_s)
+        stage.write(number, timeout_s=RECOVERY_S)
+        answers = stage.trainer.answers(WRITE_LIMIT_S + 2 * (RECOVERY_S - SYNC_S))
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer

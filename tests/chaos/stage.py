@@ -39,6 +39,9 @@ WRITE_LIMIT_S = 2 * (SYNC_S + WRITER_GRACE_S) + 10.0
 """Within this a trainer rank's call must return or raise: the limit and the writer's grace, twice (gathering, serving),
 and something for a busy machine."""
 
+RECOVERY_S = 25.0
+"""Time limit of the versions after a fault: an engine that has just been started traces its model first."""
+
 SETTLE_LIMIT_S = 90.0
 """Within this after a fault all engines must have taken a new version, restarted ones included."""
 
@@ -350,11 +353,11 @@ class Stage:
         _, _, number = label.partition(".")
         return int(number) % MODELS if number.isdigit() and int(number) <= self.number else -1
 
-    def write(self, number: int) -> None:
-        """Let the ranks publish; ``trainer.answers`` tells how it went."""
+    def write(self, number: int, **options: Any) -> None:
+        """Let the ranks publish; ``trainer.answers`` tells how it went. ``options`` are those of ``write_weights``."""
         for rank in self.trainer.ranks:
             with contextlib.suppress(OSError):
-                rank.send("write", version=number, options={})
+                rank.send("write", version=number, options=options)
 
     # Checks
 
