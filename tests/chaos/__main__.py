@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import leftovers
-from tests.chaos import netns
+from tests.chaos import mounts, netns
 from tests.chaos.campaign import Campaign, Result
 from tests.chaos.faults import Case, draw_cases, draw_link_cases
 from tests.chaos.report import describe, summary, write_table
@@ -107,14 +107,17 @@ def run(seed: int, count: int, only: str, jobs: int, folder: Path) -> list[Resul
 
 
 def choose(seed: int, count: int, only: str) -> list[Case]:
-    """The first of the seed's cases that fit; every 25th is one of the cable, where that can be had."""
+    """The first of the seed's cases that fit; every 25th is one of the cable. Says what this machine does not allow."""
     found = [case for case in islice(draw_cases(seed), 2000) if only in str(case)]
-    if netns.allowed():
-        of_link = [case for case in islice(draw_link_cases(seed), 200) if only in str(case)]
-        share = min(len(of_link), max(count // 25, 1)) if found else count
-        return [*found[: count - share], *of_link[:share]]
-    print("no faults of the cable: network namespaces cannot be made here, which takes root")
-    return found[:count]
+    of_link = [case for case in islice(draw_link_cases(seed), 200) if only in str(case)]
+    if not mounts.allowed():
+        print("no full /dev/shm: mount namespaces cannot be made here, which takes root")
+        found = [case for case in found if case.how != "full /dev/shm"]
+    if not netns.allowed():
+        print("no faults of the cable: network namespaces cannot be made here, which takes root")
+        of_link = []
+    share = min(len(of_link), max(count // 25, 1)) if found else count
+    return [*found[: count - share], *of_link[:share]]
 
 
 if __name__ == "__main__":

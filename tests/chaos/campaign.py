@@ -89,9 +89,7 @@ class Campaign:
 
     def open(self) -> None:
         """Bring the first versions to all engines, and note what an undisturbed stage holds open."""
-        for answer in self.stage.trainer.answers(60):
-            if isinstance(answer, Exception):
-                raise answer
+        _raise_errors(self.stage.trainer.answers(60))
         for _ in range(2):
             self._publish_until_taken(SETTLE_LIMIT_S)
         self._ports = self._open_ports()
@@ -105,7 +103,7 @@ class Campaign:
         injection = Injection(self.stage, case, self._rng)
         watcher = Watcher(self.stage.engines.values())
         try:
-            self._strike(case, injection, result)
+            self._strike(case, injection)
         except Hang as hang:
             result.hangs.append(str(hang))
         finally:
@@ -130,16 +128,18 @@ class Campaign:
 
     # The strike
 
-    def _strike(self, case: Case, injection: Injection, result: Result) -> None:
+    def _strike(self, case: Case, injection: Injection) -> None:
         stage, self._refused = self.stage, False
         number = stage.next_version()
         if case.phase == "join":
             self._cause_join(case, injection)
         else:
             if case.phase == "plan" or case.who == "host":
-                self._check_answers_of_ranks(stage.trainer.join(60))
+                _raise_errors(stage.trainer.join(60))
             stage.write(number)
         until(injection.trap.sprung.is_set, f"anyone to reach {case.phase}", REACH_LIMIT_S)
+        if injection.trap.error is not None:
+            raise injection.trap.error
         if case.who == "meta server" and case.how == "SIGKILL":
             time.sleep(case.hold_s)
             stage.meta.restart()
@@ -161,11 +161,6 @@ class Campaign:
             stage.meta.restart()
         else:
             stage.engines[case.engine].begin_restart()
-
-    def _check_answers_of_ranks(self, answers: list[Any]) -> None:
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise Hang(f"the trainer could not join undisturbed: {answer}")
 
     def _outcome(self, watcher: Watcher) -> str:
         stage = self.stage
@@ -216,15 +211,10 @@ class Campaign:
     def _publish(self) -> str:
         stage = self.stage
         number = stage.next_version()
-        answers = stage.trainer.all("wait_for_engines", 30, count=len(self._names), timeout_s=15)
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
+        _raise_errors(stage.trainer.all("wait_for_engines", 30, count=len(self._names), timeout_s=15))
         stage.write(number, timeout_s=RECOVERY_S)
         answers = stage.trainer.answers(WRITE_LIMIT_S + 2 * (RECOVERY_S - SYNC_S))
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
+        _raise_errors(answers)
         if set(answers[0]["committed"]) != {*self._names}:
             raise ChildError(f"only {answers[0]['committed']} committed")
         return str(answers[0]["version"])
@@ -296,6 +286,12 @@ class Campaign:
 
     def _new_files(self) -> list[str]:
         return [path for path in self._temporary_files() if path not in self._known_files]
+
+
+def _raise_errors(answers: Iterable[Any]) -> None:
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -35,6 +35,8 @@ class Trap:
     once: bool = True
     sprung: threading.Event = field(default_factory=threading.Event)
     at: float = 0.0
+    error: Exception | None = None
+    """Why it could not be done."""
 
 
 class Director:
@@ -86,6 +88,9 @@ class Director:
         trap.at = time.monotonic()
         try:
             return trap.act(event)
+        except Exception as error:
+            trap.error = error
+            return GO
         finally:
             trap.sprung.set()
 
