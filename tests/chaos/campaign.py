@@ -106,6 +106,7 @@ class Campaign:
             self._strike(case, injection)
         except Hang as hang:
             result.hangs.append(str(hang))
+            self._joined = False  # its answer may come yet, and would be taken for another one's
         finally:
             injection.undo()
             watcher.close()

@@ -17,10 +17,12 @@ Mode = Literal["pass", "reset", "stall", "delay", "truncate", "slow"]
 
 DELAY_S = 0.2
 SLOW_BYTES_PER_S = 2000
-KEPT = 400
+KEPT = 200
 """Requests that are kept for playing them again."""
 
 _PIECE = 1 << 16
+_WAITS = re.compile(rb"POST \S*/(watch|get) ")
+"""Requests that change nothing and are held open."""
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
 
 
@@ -99,7 +101,8 @@ class Proxy:
         length = _LENGTH.search(head + b"\r\n")
         if len(body) < (int(length[1]) if length else 0):
             return said
-        self.requests.append(said)
+        if not _WAITS.match(said):
+            self.requests.append(said)
         return b""
 
     def repeat(self, request: bytes, limit_s: float = 5.0) -> bytes:
