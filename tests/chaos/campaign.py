@@ -18,7 +18,7 @@ from tests.chaos.faults import Case, Injection
 from tests.chaos.stage import RECOVERY_S, SETTLE_LIMIT_S, SYNC_S, WRITE_LIMIT_S, Engine, Hang, Stage, until
 from tests.support.lines import ChildError
 
-REACH_LIMIT_S = 40.0
+REACH_LIMIT_S = 90.0
 """Within this a version, or a start, must come to the point where it is struck."""
 
 TAKEN, KEPT, TORN, GONE = "new version taken", "old version kept", "torn, then repaired", "gone, then rejoined"
@@ -91,7 +91,7 @@ class Campaign:
         """Bring the first versions to all engines, and note what an undisturbed stage holds open."""
         _raise_errors(self.stage.trainer.answers(60))
         for _ in range(2):
-            self._publish_until_taken(SETTLE_LIMIT_S)
+            self._publish_until_taken(2 * SETTLE_LIMIT_S)
         self._ports = self._open_ports()
         self._known_files = set(self._temporary_files())
         self.stage.check_answers()
@@ -204,7 +204,7 @@ class Campaign:
                 syncs += 1
             self.label = label
             for engine in self.stage.engines.values():
-                if engine.clients and not engine.clients.wait_for_answer(label, 40):
+                if engine.clients and not engine.clients.wait_for_answer(label, 90):
                     raise Hang(f"{engine.name} committed version {label}, but gives no answer by it")
             return syncs
         raise Hang(f"{syncs} version(s) in {limit_s:g} s; the last: {last}")

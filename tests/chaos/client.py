@@ -16,7 +16,7 @@ LENGTHS = (6, 40)
 """Tokens asked for: by one client short answers, by another such as are under way when weights change."""
 
 PAUSE_S = 0.4
-_LIMIT_S = 30.0
+_LIMIT_S = 60.0
 """Longest an engine may take for one answer before a client gives up."""
 
 
