@@ -100,7 +100,6 @@ class Injection:
 
     def __init__(self, stage: Stage, case: Case, rng: random.Random) -> None:
         self.stage, self.case, self._rng = stage, case, rng
-        self.stopped: int | None = None
         self._timers: list[threading.Timer] = []
         self._undo: list[Callable[[], object]] = []
         if case.how in ("file-size limit", "full /dev/shm", "no memory in the trainer"):
@@ -176,7 +175,7 @@ class Injection:
             os.kill(pid, signal.SIGKILL)
             return
         os.kill(pid, signal.SIGSTOP)
-        self._later(lambda: os.kill(pid, signal.SIGCONT))
+        self._later(lambda: _go_on(pid))
 
     def _later(self, undo: Callable[[], object]) -> None:
         """Undo after a while."""
@@ -227,6 +226,11 @@ class Injection:
             lift()
         self.stage.director.clear()
         self.stage.meta.proxy.mode = "pass"
+
+
+def _go_on(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 def _forbid(_: Event) -> dict[str, Any]:
