@@ -186,7 +186,7 @@ class Injection:
     def _disturb(self) -> None:
         proxy, how = self.stage.meta.proxy, self.case.how
         if how == "replayed messages":
-            for request in self._rng.sample(list(proxy.requests), min(60, len(proxy.requests))):
+            for request in self._rng.sample(list(proxy.requests), min(25, len(proxy.requests))):
                 with suppress(OSError):
                     proxy.repeat(request)
         elif how == "foreign peers":

@@ -105,7 +105,7 @@ class Proxy:
             self.requests.append(said)
         return b""
 
-    def repeat(self, request: bytes, limit_s: float = 5.0) -> bytes:
+    def repeat(self, request: bytes, limit_s: float = 1.0) -> bytes:
         """Send a member's request once more, on a connection of its own; returns the head of the answer."""
         with socket.create_connection(("127.0.0.1", self._to), timeout=limit_s) as connection:
             connection.sendall(request)
