@@ -5,6 +5,8 @@
 # make matrix  the coverage matrix of families, trainer layouts and engine layouts, written to docs/coverage.md
 # make demo    a live vLLM server follows a real Megatron trainer; ENGINE=sglang takes an SGLang server, ENGINE=both
 #              takes both; other layouts: make demo TRAINER="tp=1,pp=2" ENGINE_TP=1
+# make chaos   the fault campaign: real processes are killed, stopped, cut off and starved; about an hour.
+#              CHAOS_SEED=1 draws other faults, CHAOS_COUNT=50 fewer, CHAOS_ONLY="meta server, commit" those of a name
 # make bench   the benchmarks, with their goals
 # make format  rewrites the files the way "make check" wants them
 # make clean   removes the environments and everything that was built
@@ -18,9 +20,12 @@ TRAINER ?= tp=2
 ENGINE_TP ?= 2
 PYTEST_ARGS ?=
 BENCH ?=
+CHAOS_SEED ?= 0
+CHAOS_COUNT ?= 354
+CHAOS_ONLY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-sglang check test test-all matrix demo bench format clean
+.PHONY: help setup setup-vllm setup-sglang check test test-all matrix demo chaos bench format clean
 .NOTPARALLEL:  # both set-ups build in this tree
 
 help:
@@ -48,6 +53,11 @@ matrix: setup
 
 demo: setup-vllm $(if $(filter sglang both,$(ENGINE)),setup-sglang)
 	@ENGINE='$(ENGINE)' TRAINER='$(TRAINER)' ENGINE_TP='$(ENGINE_TP)' $(PY) -m tests.demo
+
+# The table in the document is that of whole campaigns.
+chaos: setup
+	@$(PY) -m tests.chaos --seed '$(CHAOS_SEED)' --count '$(CHAOS_COUNT)' --only '$(CHAOS_ONLY)' \
+		$(if $(CHAOS_ONLY),,--write docs/reliability.md)
 
 bench: setup-vllm
 	$(PY) -m benchmarks $(BENCH)

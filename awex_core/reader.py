@@ -43,6 +43,7 @@ from awex_core.errors import (
     list_faults,
 )
 from awex_core.from_disk import load_checkpoint
+from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_manifest, encode_layout
 from awex_core.lender import Lender, copy_key
@@ -155,10 +156,21 @@ class WeightReader:
         """The traced model, once the trainer is known."""
         return self._traced[1] if self._traced else None
 
-    def _rejoin(self, _: str) -> object:
+    def _rejoin(self, _: str) -> None:
         if self._traced:
-            self._client.put_blob(encode_layout(self._traced[1].layout))
-        return self._client.join_worker(self._info)
+            self._join_with(self._traced[1].layout)
+        else:
+            self._client.join_worker(self._info)
+
+    def _join_with(self, layout: Layout, **what: Any) -> None:
+        """Join, or say more about this worker, with the layout as a blob."""
+        data = encode_layout(layout)
+        name = self._client.put_blob(data)
+        if what:
+            self._tell(layout=name, **what)
+        else:
+            self._client.join_worker(self._info)
+        self._client.put_blob(data)  # a meta server that was restarted before it heard of this worker has lost it
 
     # Lending to another engine. Requests keep running.
 
@@ -218,9 +230,8 @@ class WeightReader:
             self._shadow = self._make_shadow(traced)
             self._traced, self._held = (name, traced), held_plan(traced.layout)
         if self._info.manifest != name or self._info.reason:  # another trainer's model may have come between
-            layout = self._client.put_blob(encode_layout(self._traced[1].layout))
-            replaced = [module.name for module in self._traced[1].loader_path]
-            self._tell(layout=layout, manifest=name, reason="", replaced=replaced, shadow=self._shadow is not None)
+            layout, replaced = self._traced[1].layout, [module.name for module in self._traced[1].loader_path]
+            self._join_with(layout, manifest=name, reason="", replaced=replaced, shadow=self._shadow is not None)
         return self._traced[1]
 
     def _make_shadow(self, traced: TracedModel) -> Shadow | None:

@@ -22,7 +22,7 @@ from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, check_memory
 from awex_core.layout.wire import encode_layout, encode_manifest
 from awex_core.meta.client import LeaseKeeper, MetaClient
-from awex_core.meta.messages import EngineSync, EngineView, JobView, Process, Resend, SyncView, WriterInfo
+from awex_core.meta.messages import EngineSync, EngineView, JobView, JoinReply, Process, Resend, SyncView, WriterInfo
 from awex_core.plan import CopyProgram, SourceIndex, check_patterns, index_sources
 from awex_core.process import this_process
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
@@ -122,8 +122,7 @@ class WeightWriter:
         self._process: Process = this_process(config, device)
         self._export = ShmExport(memory) if device == "cpu" else None
         self._manifest = tuple(sorted(manifest))
-        reply = self._client.join_writer(self._info())
-        self._leases = LeaseKeeper(self._client, reply.lease_s, lambda _: self._client.join_writer(self._info()))
+        self._leases = LeaseKeeper(self._client, self._join().lease_s, lambda _: self._join())
         self._leases.add(self._process.incarnation)
         self._wait_for_run()
         self._layouts = LayoutCache(self._client)
@@ -133,6 +132,11 @@ class WeightWriter:
         self._digest_lock = Lock()
         self._pending: PendingSync | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="awex-publish")
+
+    def _join(self) -> JoinReply:
+        reply = self._client.join_writer(self._info())
+        self._info()  # a meta server that was restarted before it heard of this rank has lost the blobs: put them again
+        return reply
 
     def _info(self) -> WriterInfo:
         # Blobs are put again at every join: a meta server that was restarted has lost them.
@@ -278,7 +282,7 @@ class WeightWriter:
         self._snapshot, self.memory = snapshot, snapshot.memory
         if self._export is not None:
             self._export = ShmExport(snapshot.memory)
-        self._client.join_writer(self._info())
+        self._join()
 
     def _announce(self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...]) -> None:
         incarnation = self._process.incarnation
@@ -288,7 +292,7 @@ class WeightWriter:
             if error.code != "unknown":
                 raise
             # The meta server was restarted and this rank's lease is not renewed yet.
-            self._client.join_writer(self._info())
+            self._join()
             self._wait_for_run()
             self._client.announce(incarnation, number, timeout_s=limit, verify=verify, only=only)
 

@@ -57,6 +57,14 @@ class Ring:
             if create:
                 os.posix_fallocate(fd, 0, size)  # a full /dev/shm is an error here, not a SIGBUS later
             self._map = mmap.mmap(fd, size)
+        except OSError as error:
+            if not create:
+                raise
+            path.unlink()
+            raise TransferError(
+                f"no shared memory for staging: {size} bytes in {path.parent}: {os.strerror(error.errno or 0)}; "
+                "make it larger, or set a smaller AWEX_BUCKET_BYTES"
+            ) from error
         finally:
             os.close(fd)
         self.path, self.slot_nbytes, self.peer_pid = path, slot_nbytes, peer_pid
@@ -70,7 +78,11 @@ class Ring:
 
     @staticmethod
     def create(slot_nbytes: int, peer_pid: int) -> Ring:
-        """A new ring under a name nobody can guess."""
+        """A new ring under a name nobody can guess.
+
+        Raises:
+            TransferError: there is no room for it; nothing is left of it then.
+        """
         return Ring(_SHM_DIR / f"awex-{os.getpid()}-{secrets.token_hex(8)}", slot_nbytes, peer_pid, create=True)
 
     @property

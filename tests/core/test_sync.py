@@ -896,6 +896,42 @@ def test_a_restarted_meta_server_is_joined_again_and_versions_go_on_rising(
             loop.stop(each)
 
 
+@pytest.mark.parametrize("request_name", ["join_writer", "join_worker"])
+def test_layouts_survive_a_meta_server_that_restarts_between_them_and_the_join(
+    meta: MetaServer,
+    loop: Loop,
+    config: SyncConfig,
+    make_trainer: Callable[..., Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+    request_name: str,
+) -> None:
+    """A join that is sent again reaches a server that has lost the blobs it names."""
+    host, port = meta.address.rsplit(":", 1)
+    original, restarted, lock = getattr(MetaClient, request_name), list[MetaServer](), threading.Lock()
+
+    def restart_first(client: MetaClient, info: Any) -> Any:
+        with lock:
+            if info.layout and not restarted:
+                meta.stop()
+                restarted.append(MetaServer(TOKEN, host=host, port=int(port), lease_s=LEASE_S).start())
+        return original(client, info)
+
+    engine = loop.engine("e", 2, config)
+    monkeypatch.setattr(MetaClient, request_name, restart_first)
+    try:
+        trainer = make_trainer()
+        eventually(lambda: bool(restarted))
+        eventually(lambda: trainer.writers[0].wait_for_engines(1, timeout_s=20) == ["e"], 30)
+        assert trainer.write(1, timeout_s=20).committed == ("e",)
+        assert holds(engine, trainer.weights)
+    finally:
+        for each in list(loop.engines):
+            loop.stop(each)
+        trainer.close()
+        for server in restarted:
+            server.stop()
+
+
 def test_without_the_meta_server_a_writer_returns_in_time_and_names_it(
     meta: MetaServer, loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
 ) -> None:

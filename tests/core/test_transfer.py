@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import stat
 import time
 from pathlib import Path
@@ -212,6 +213,16 @@ class TestShmStaged(TransportTests):
         sent, arrived = (views[0].flatten().view(torch.uint8), target.buffers[0][: 3 << 12])
         assert source.nbytes and torch.equal(arrived[:8192], sent[:8192])
         assert not torch.equal(arrived[8192:], sent[8192:])
+
+    def test_a_ring_for_which_there_is_no_room_leaves_nothing_and_says_so(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (mmap.PAGESIZE, hard))
+        try:
+            with pytest.raises(TransferError, match=r"no shared memory .* smaller AWEX_BUCKET_BYTES"):
+                shm_staged.Ring.create(64 << 10, os.getpid())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert segments_of(os.getpid()) == []
 
     @pytest.mark.parametrize("path", ["/etc/passwd", "/dev/shm/other", "/dev/shm/awex-1/../x", "/dev/shm/../awex-1"])
     def test_only_our_own_segments_are_mapped(self, path: str) -> None:

@@ -183,9 +183,10 @@ class VllmServer(EngineServer):
         limit_s: float = START_LIMIT_S,
         wait: bool = True,
         cold: bool = False,
+        program: Sequence[str | Path] = (BIN / "vllm", "serve"),
     ) -> None:
         self.tp, self.dtype = tp, dtype
-        args = [BIN / "vllm", "serve", str(model), "--served-model-name", "m", "--dtype", dtype, "--enforce-eager"]
+        args = [*program, str(model), "--served-model-name", "m", "--dtype", dtype, "--enforce-eager"]
         args += ["--max-model-len", "1024", "--tensor-parallel-size", str(tp), "--seed", "0"]
         args += ["--enable-prompt-tokens-details", "--worker-extension-cls", "tests.support.engine_dump.DumpExtension"]
         args += ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address, *extra]

@@ -77,7 +77,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 class SglangServer(EngineServer):
     """A real SGLang server, that follows a trainer unless told otherwise.
 
-    ``command`` is ``"launch_server"`` or ``"serve"``. ``options`` are arguments
+    ``command`` is ``"launch_server"``, ``"serve"`` or a program's own beginning. ``options`` are arguments
     of ``sglang.Engine`` as ``SglangReference`` takes them, ``extra`` are flags.
     """
 
@@ -95,7 +95,7 @@ class SglangServer(EngineServer):
         extra: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         follow: bool = True,
-        command: str = "launch_server",
+        command: str | Sequence[str | Path] = "launch_server",
         limit_s: float = START_LIMIT_S,
         wait: bool = True,
         cold: bool = False,
@@ -107,7 +107,7 @@ class SglangServer(EngineServer):
             "serve": [BIN / "sglang", "serve"],
         }
         chosen = {**engine_options(model, tp, pp, dp, dtype), "skip_server_warmup": True, **(options or {})}
-        args = [*starts[command], *flags(chosen)]
+        args: list[str | Path] = [*(starts[command] if isinstance(command, str) else command), *flags(chosen)]
         variables = sglang_env(self.world)
         if meta is not None:
             variables |= meta.env

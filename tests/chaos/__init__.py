@@ -1,0 +1,1 @@
+"""The fault campaign: ``python -m tests.chaos``, see ``__main__``."""
