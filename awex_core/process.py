@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from awex_core.errors import ConfigError
+from awex_core.meta.addresses import split_addresses
 from awex_core.meta.messages import Process
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ def this_process(meta_server: str, device: str = "cpu") -> Process:
     """Describe this process, with a fresh incarnation.
 
     Args:
-        meta_server: HOST:PORT; the address we use towards it is the one our peers can use towards us.
+        meta_server: HOST:PORT, or several; the address we use towards the first is the one our peers can use towards
+            us.
         device: the device our weights live on, unique on this host (``cpu``, or a GPU's UUID).
     """
     return Process(
@@ -42,8 +44,8 @@ def host_identity() -> str:
 
 
 def local_address(meta_server: str) -> str:
-    """The local IP address that packets to the meta server leave from."""
-    host, _, port = meta_server.rpartition(":")
+    """The local IP address that packets to the (first) meta server leave from."""
+    host, _, port = split_addresses(meta_server)[0].rpartition(":")
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:

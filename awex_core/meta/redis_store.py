@@ -14,6 +14,7 @@ read what is left, and go on from there.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -211,6 +212,10 @@ class RedisStore:
         """Append to a job's log; false when there is none (any more)."""
         return bool(await self._do(self._append(keys=_log_keys(job), args=[entry, job, KEPT_S])))
 
+    async def has(self, job: str) -> bool:
+        """Whether there is a log."""
+        return await self._do(self._redis.exists(*_log_keys(job)[:2])) == 2
+
     async def last_number(self, job: str) -> int:
         """The number of the last entry; 0 when there is no log."""
         return int(await self._do(self._redis.hget(_key(job, "head"), "n")) or 0)
@@ -273,15 +278,10 @@ def show_url(url: str) -> str:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = None
-    if host is None or parts.scheme not in ("redis", "rediss"):
+    if host is None or parts.scheme not in ("redis", "rediss") or not re.fullmatch(r"(/\d*)?", parts.path):
         raise ConfigError("the store is not a URL of the form redis://HOST:PORT/DB (rediss:// for TLS)")
     where = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{where}:{port or 6379}{parts.path}"
-
-
-def has_password(url: str) -> bool:
-    """Whether a store's URL says more than where it is."""
-    return "@" in url or "password" in urlsplit(url).query
 
 
 def _key(job: str, what: str) -> str:

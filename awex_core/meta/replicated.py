@@ -276,7 +276,7 @@ class LoggedJobs:
         if job is None or job.gone:
             if create and not await self._redis.begin(name, _encode(Begin(self._lease_s, self._limits))):
                 raise too_many_jobs(name)
-            if not create and not await self._redis.last_number(name):
+            if not create and not await self._redis.has(name):
                 raise unknown_job(name)
             job = self._followed(name)
         await job.until_read()
