@@ -86,6 +86,60 @@ def test_a_log_gives_one_state_however_it_is_read(log, cut):
     assert resumed.store.status(now) == first.store.status(now)
 
 
+def hold(incarnation: str, version: Version) -> m.ReportWorker:
+    return m.ReportWorker(incarnation=incarnation, version=version, figures={"bytes": 2.0, "pull_s": 0.5})
+
+
+EVENTS: list[tuple[float, msgspec.Struct]] = [
+    *((0.0, message) for message in START),
+    (1.0, m.Put(key="x", value=b"value", ttl_s=500)),
+    (1.0, m.PublishDigest(incarnation="run1-w0", version=Version(1, 1), digests={"L": b"1"})),
+    (1.0, hold("a-0-1", Version(1, 1))),
+    (1.0, m.ReportEngine(incarnation="a-c1", version=Version(1, 1), outcome="updating")),
+    (1.0, hold("a-1-1", Version(1, 1))),
+    (1.0, m.ReportEngine(incarnation="a-c1", version=Version(1, 1), outcome="committed")),
+    (2.0, worker("u", 0, 1)),
+    (2.0, controller("u")),
+    (2.0, m.AskCopy(incarnation="u-c1", timeout_s=60, verify="off")),
+    (2.0, m.Lend(incarnation="a-1-1", target="u", info=writer(1, 2, process=worker("a", 1, 2).info.process).info)),
+    (2.0, controller("a", version=Version(1, 1))),  # its version was committed here: no new epoch
+    (3.0, announce(0, 2)),
+    (3.0, m.Put(key="y", value=b"", ttl_s=3)),
+    (4.0, worker("a", 0, 2, life=2)),
+    (4.0, writer(0, 2, run="run2")),
+    (5.0, writer(1, 2, run="run2")),
+    (5.0, announce(1, 3, run="run2")),
+    (5.0, hold("a-0-1", Version(1, 1))),  # fenced
+    (9.0, m.Heartbeat(incarnations=["run2-w0", "a-0-2", "a-1-1", "u-0-1", "u-c1"])),
+    (13.0, m.Heartbeat(incarnations=["run2-w0", "a-0-2", "a-1-1", "u-0-1", "u-c1"])),
+    (16.0, m.Heartbeat(incarnations=["run2-w0", "a-0-2", "a-1-1", "u-0-1", "u-c1"])),  # the others are gone
+    (16.0, m.AskCopy(incarnation="u-c1", timeout_s=60, verify="off")),
+    (17.0, writer(1, 2, run="run2")),
+    (17.0, announce(0, 4, run="run2")),
+    (17.0, announce(1, 4, run="run2")),
+    (17.0, controller("a", version=Version(1, 1))),
+]
+"""Something of everything: commits, a copy, fences, keys that go, members that are replaced or fall silent."""
+
+
+@pytest.mark.parametrize("cut", range(len(EVENTS)))
+def test_a_job_goes_on_alike_from_a_snapshot_after_any_entry(cut):
+    first, resumed = Machine.begin("job", BEGIN, 0.0), Machine.begin("job", BEGIN, 0.0)
+    copied = 0
+    for position, (now, message) in enumerate(EVENTS):
+        if position == cut:
+            resumed = Machine.restored(resumed.saved())
+            assert state(resumed) == state(first)
+            assert resumed.store.status(now) == first.store.status(now)
+        one = entry(message, "repeated" if isinstance(message, m.Announce) and message.number == 2 else "")
+        assert told(resumed.apply(one, now)) == told(first.apply(one, now))
+        copied += len(first.store.view(now).copies)
+    assert state(resumed) == state(first)
+    view = first.store.view(17.0)
+    assert (view.epoch, sorted(view.engines), copied > 0) == (2, ["a", "u"], True)
+    assert view.engines["a"].version == Version(1, 1)
+
+
 def test_all_of_a_version_is_kept():
     fields = set(Sync.__dataclass_fields__) - {"engines", "pulse"}
     assert set(SavedSync.__struct_fields__) == fields
