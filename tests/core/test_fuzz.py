@@ -186,7 +186,7 @@ def test_kept_traces(tmp_path: Path, body: bytes, whole: bool) -> None:
 
 VALUE_TYPES: list[tuple[Any, bytes]] = [
     (Accept, msgspec.msgpack.encode(Accept({0: "f"}, {0: "shm"}, False, 1 << 20, ["a"]))),
-    (GroupMeeting, msgspec.msgpack.encode(("127.0.0.1", 80))),
+    (GroupMeeting, msgspec.msgpack.encode(GroupMeeting("127.0.0.1", 80, b"s" * 32))),
     (RingAddress, msgspec.msgpack.encode(RingAddress("/dev/shm/awex-1-2", 4096, 7))),
     (ShmEndpoint, msgspec.msgpack.encode(ShmEndpoint(7, [1, 2], 3, b"s" * 16))),
 ]
@@ -212,7 +212,8 @@ def test_values_of_sessions(kind: Any, valid: bytes, data: st.DataObject) -> Non
         (ShmEndpoint, {"pid": 2**40, "addresses": [], "probe": 1, "secret": b""}),
         (RingAddress, {"path": "/dev/shm/awex-1", "slot_nbytes": -4096, "pid": 1}),
         (Accept, {"fingerprints": {}, "transports": {}, "group": False, "bucket_nbytes": 0, "always": []}),
-        (GroupMeeting, ["h", 2**40]),
+        (GroupMeeting, ["h", 2**40, b"s" * 32]),
+        (GroupMeeting, ["h", 80, b"short"]),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(kind: Any, value: object) -> None:
