@@ -78,12 +78,13 @@ class Machine:
         return machine
 
     def answer(self, request: str, message: msgspec.Struct, repeat_key: str, now: float) -> bytes:
-        """The encoded reply; that of the first time when ``repeat_key`` has been seen before."""
-        if repeat_key in self._replies:
-            return self._replies[repeat_key]
+        """The encoded reply; that of the first time when ``repeat_key`` has been seen with this request before."""
+        repeated = f"{request} {repeat_key}"
+        if repeated in self._replies:
+            return self._replies[repeated]
         reply = _encode(getattr(self.store, request)(message, now))
         if repeat_key:
-            self._replies[repeat_key] = reply
+            self._replies[repeated] = reply
             while len(self._replies) > KEPT_REPLIES:
                 del self._replies[next(iter(self._replies))]
         return reply

@@ -3,7 +3,7 @@
     POST /v1/jobs/{job}/{request}       one request of ``messages``, by its snake_case name
     PUT, GET, HEAD /v1/jobs/{job}/blobs/{hash}   raw bytes, named by their ``content_hash``
     GET  /v1/jobs/{job}                 the job in JSON, for people
-    GET  /health                        no token needed
+    GET  /health, /v1/openapi.json      no token needed
 
 Everything is in memory, and after a restart members are told to join again, and do; or jobs are kept in a
 store, from which any number of servers serve them, and a restarted one goes on (``replicated``).
@@ -36,6 +36,7 @@ from awex_core.meta import messages
 from awex_core.meta.job import Job, Jobs, MemoryJobs
 from awex_core.meta.limits import Limits
 from awex_core.meta.messages import ErrorReply
+from awex_core.meta.openapi import BLOB_PATTERN, JOB_PATTERN, STATUS_OF, describe
 from awex_core.meta.requests import JOINS, REQUESTS, decode_request
 from awex_core.meta.tls import Tls
 
@@ -46,18 +47,8 @@ DEFAULT_MAX_BODY = 128 << 20
 MAX_MESSAGE = 16 << 20
 """Largest msgpack body, in bytes."""
 
-STATUS_OF = {
-    "unauthorized": 401,
-    "unknown": 404,
-    "fenced": 409,
-    "too_large": 413,
-    "invalid": 400,
-    "busy": 429,
-    "unavailable": 503,
-}
-
-_JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_BLOB_NAME = re.compile(r"[0-9a-f]{32}")
+_JOB_NAME = re.compile(JOB_PATTERN)
+_BLOB_NAME = re.compile(BLOB_PATTERN)
 
 _encode = msgspec.msgpack.encode
 
@@ -77,6 +68,7 @@ class _Service:
     def routes(self) -> list[Route]:
         return [
             Route("/health", _health, methods=["GET"]),
+            Route("/v1/openapi.json", _description, methods=["GET"]),
             Route("/v1/jobs/{job}", self._guarded(self._status), methods=["GET"]),
             Route("/v1/jobs/{job}/{request}", self._guarded(self._request), methods=["POST"]),
             Route("/v1/jobs/{job}/blobs/{hash}", self._guarded(self._put_blob), methods=["PUT"]),
@@ -335,6 +327,10 @@ def _decode(name: str, request: Request, body: bytes) -> msgspec.Struct:
 
 async def _health(_: Request) -> Response:
     return Response(b'{"status":"ok"}', media_type="application/json")
+
+
+async def _description(_: Request) -> Response:
+    return Response(msgspec.json.encode(describe()), media_type="application/json")
 
 
 def _msgpack(body: bytes, status: int = 200) -> Response:

@@ -38,8 +38,8 @@ from awex_core.layout import (
     encode_manifest,
     trace_cache,
 )
+from awex_core.meta import job, requests, server
 from awex_core.meta import messages as m
-from awex_core.meta import server
 from awex_core.options import EngineOptions
 from awex_core.session import Accept, GroupMeeting, read_value
 from awex_core.token import find_token
@@ -373,7 +373,7 @@ class Http:
 @pytest.fixture(scope="module")
 def http() -> Iterator[Http]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(server, "MAX_WAIT_S", 0.01)  # of the server's patience there are other tests
+    patch.setattr(job, "MAX_WAIT_S", 0.01)  # of the server's patience there are other tests
     http = Http()
     yield http
     http.close()
@@ -404,7 +404,7 @@ def test_what_follows_a_version_is_refused_however_deep(http: Http) -> None:
 
 
 def test_the_list_of_requests_is_complete() -> None:
-    assert {name_of(request) for request in REQUESTS} == set(server._REQUESTS)
+    assert {name_of(request) for request in REQUESTS} == set(requests.REQUESTS)
 
 
 @pytest.mark.parametrize("request_type", REQUESTS, ids=name_of)

@@ -221,6 +221,18 @@ def test_a_repeated_announcement_gets_the_first_answer(server, client):
     assert httpx.post(url, content=body, headers=headers, trust_env=False).status_code == 409
 
 
+def test_a_key_of_one_request_is_not_taken_for_that_of_another(server, client):
+    client.join_writer(writer())
+    headers = {"authorization": f"Bearer {TOKEN}", "idempotency-key": "k"}
+
+    def ask(request: str, message: msgspec.Struct) -> bytes:
+        url = f"http://{server.address}/v1/jobs/job/{request}"
+        return httpx.post(url, content=msgspec.msgpack.encode(message), headers=headers, trust_env=False).content
+
+    assert msgspec.msgpack.decode(ask("heartbeat", m.Heartbeat(incarnations=["x"]))) == {"unknown": ["x"]}
+    assert msgspec.msgpack.decode(ask("leave", m.Leave(incarnation="w"))) == {}
+
+
 def test_values_are_waited_for(client):
     client.join_writer(writer())
     assert client.get("store") is None
