@@ -10,23 +10,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
-from msgspec.structs import replace
+from msgspec import structs
 
 from awex_core import cli
+from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, Fenced, Refused, Unreachable
 from awex_core.meta import messages as m
 from awex_core.meta import replicated
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.limits import Limits
 from awex_core.meta.server import MetaServer
+from awex_core.testing.fake_engine import holds
 from awex_core.version import Version
 from tests.core.test_meta_server import TOKEN, in_thread, process, until, worker, writer
+from tests.core.test_sync import Loop, Trainer
 from tests.support.redis import RedisProcess
 
 LEASE_S = 3.0
@@ -82,7 +86,7 @@ def finish_version(client: MetaClient) -> None:
 def without_times(view: m.JobView) -> m.JobView:
     """A view without what depends on when it was taken."""
     assert view.sync is not None
-    return replace(view, sync=replace(view.sync, remaining_s=0))
+    return structs.replace(view, sync=structs.replace(view.sync, remaining_s=0))
 
 
 # One state
@@ -283,6 +287,40 @@ def test_a_version_ends_well_though_one_server_is_killed_in_the_middle(two_proce
         finally:
             for keeper in keepers:
                 keeper.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "nccl"])
+def test_a_sync_ends_well_though_one_server_is_killed_in_the_middle(two_processes, transport):
+    """The real writers, workers and controllers; the first server is the one that the trainer asks first."""
+    one, other = two_processes
+    config = SyncConfig(
+        f"{one.address},{other.address}",
+        TOKEN,
+        transport=transport,
+        sync_timeout_s=60,
+        connect_timeout_s=20,
+        catch_up=False,
+    )
+    loop = Loop()
+    try:
+        engines = [
+            loop.engine("first", 2, config),
+            loop.engine("second", 1, replace(config, meta_server=f"{other.address},{one.address}")),
+        ]
+        trainer = Trainer(config)
+        try:
+            assert trainer.write(1).committed == ("first", "second")
+            trainer.train(2)
+            running = trainer.start(2)
+            one.kill()
+            assert {future.result(60).committed for future in running} == {("first", "second")}
+            assert all(holds(engine, trainer.weights) for engine in engines)
+            assert trainer.write(3).version == Version(1, 3)
+            assert all(holds(engine, trainer.weights) for engine in engines)
+        finally:
+            trainer.close()
+    finally:
+        loop.close()
 
 
 # Trouble with Redis
