@@ -154,6 +154,14 @@ def test_a_repeat_is_known_after_a_snapshot():
     assert isinstance(again.apply(entry(announce(), "another"), 0.0), Fenced)
 
 
+def test_what_keys_hold_is_counted_after_a_snapshot():
+    machine = Machine.begin("job", Begin(LEASE, Limits(kv_bytes=10)), 0.0)
+    machine.apply(entry(m.Put(key="a", value=b"12345678", ttl_s=9)), 0.0)
+    machine = Machine.restored(machine.saved())
+    assert isinstance(machine.apply(entry(m.Put(key="b", value=b"123", ttl_s=9)), 0.0), Refused)
+    assert machine.apply(entry(m.Put(key="a", value=b"1", ttl_s=9)), 0.0) == b"\x80"
+
+
 def test_replies_are_bounded():
     machine = Machine.begin("job", BEGIN, 0.0)
     for number in range(KEPT_REPLIES + 5):

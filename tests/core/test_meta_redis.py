@@ -31,6 +31,7 @@ from awex_core.testing.fake_engine import holds
 from awex_core.version import Version
 from tests.core.test_meta_server import TOKEN, in_thread, process, until, worker, writer
 from tests.core.test_sync import Loop, Trainer
+from tests.support.authority import Authority
 from tests.support.redis import RedisProcess
 
 LEASE_S = 3.0
@@ -470,6 +471,22 @@ def test_a_password_is_in_no_log_and_no_message(tmp_path, caplog):
         with pytest.raises(ConfigError, match="cannot be used") as refused:
             MetaServer(TOKEN, store=redis.url.replace(PASSWORD, "wrong-word"))
         assert "wrong-word" not in str(refused.value)
+    finally:
+        redis.close()
+
+
+def test_a_store_by_tls(tmp_path):
+    ours = Authority(tmp_path / "ours")
+    redis = RedisProcess(tmp_path, tls=ours.issue("redis"), password=PASSWORD)
+    try:
+        with MetaServer(TOKEN, store=redis.url) as server, client_of(server) as client:
+            client.join_writer(writer())
+            assert client.watch().writers
+        theirs = Authority(tmp_path / "theirs").issue("x").ca
+        with pytest.raises(
+            ConfigError, match=r"the store rediss://127\.0\.0\.1:\d+/0 cannot be used: .*(?i:certificate)"
+        ):
+            MetaServer(TOKEN, store=redis.url.replace(ours.issue("y").ca, theirs))
     finally:
         redis.close()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from awex_core.meta.tls import Tls
 from tests.support.jobs import free_port
 from tests.support.lines import end_session
 
@@ -18,11 +19,13 @@ from tests.support.lines import end_session
 class RedisProcess:
     """``redis-server`` on a free port of the loopback interface, with an append-only file if ``durable``."""
 
-    def __init__(self, folder: Path, *, durable: bool = False, password: str = "") -> None:
-        self.folder, self.durable, self.password = folder, durable, password
+    def __init__(self, folder: Path, *, durable: bool = False, password: str = "", tls: Tls | None = None) -> None:
+        self.folder, self.durable, self.password, self.tls = folder, durable, password, tls
         self.port = free_port()
         credentials = f":{password}@" if password else ""
         self.url = f"redis://{credentials}127.0.0.1:{self.port}/0"
+        if tls:
+            self.url = f"rediss://{credentials}127.0.0.1:{self.port}/0?ssl_ca_certs={tls.ca}"
         self.start()
 
     def start(self) -> None:
@@ -30,7 +33,19 @@ class RedisProcess:
         binary = shutil.which("redis-server")
         if binary is None:
             pytest.fail("redis-server is missing: install the Debian package redis-server", pytrace=False)
-        options = ["--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder), "--save", ""]
+        options = ["--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
+        if self.tls:
+            options += ["--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no"]
+            options += [
+                "--tls-ca-cert-file",
+                self.tls.ca,
+                "--tls-cert-file",
+                self.tls.cert,
+                "--tls-key-file",
+                self.tls.key,
+            ]
+        else:
+            options += ["--port", str(self.port)]
         options += ["--appendonly", "yes", "--appendfsync", "always"] if self.durable else ["--appendonly", "no"]
         if self.password:
             options += ["--requirepass", self.password]
