@@ -34,7 +34,8 @@ from tests.core.test_sync import Loop, Trainer
 from tests.support.authority import Authority
 from tests.support.redis import RedisProcess
 
-LEASE_S = 3.0
+LEASE_S = 20.0
+"""Long enough that nobody here lapses by being slow: most members do not keep their leases."""
 PASSWORD = "a-secret-of-redis"
 
 
@@ -146,12 +147,12 @@ def test_refusals_come_through_the_log(serve):
 
 
 def test_leases_lapse_and_keys_go_at_all_servers(serve):
-    with client_of(serve(lease_s=0.5)) as first, client_of(serve(lease_s=0.5)) as second:
+    with client_of(serve(lease_s=2)) as first, client_of(serve(lease_s=2)) as second:
         first.join_writer(writer())
         first.put("key", b"value", ttl_s=0.1)
         view = second.wait_for(lambda view: None if view.writers else view, timeout_s=15, what="the lapse")
         assert view.epoch == 1
-        until(lambda: second.get("key") is None)
+        until(lambda: second.get("key") is None, 20)
 
 
 def test_all_servers_of_a_job_keep_to_the_lease_it_began_with(serve):
@@ -190,12 +191,12 @@ def test_a_restarted_server_goes_on_with_the_version_on_its_way(serve):
 
 
 def test_no_lease_lapses_because_all_servers_were_away(serve):
-    server = serve(lease_s=1)
+    server = serve(lease_s=4)
     with client_of(server) as client:
         begin_version(client)
         server.stop()
-        time.sleep(2.5)
-        serve(port=port_of(server), lease_s=1)
+        time.sleep(8.5)
+        serve(port=port_of(server), lease_s=4)
         view = client.watch()
         assert (len(view.writers), view.engines["e"].live) == (2, True)
 
@@ -329,10 +330,10 @@ def test_a_sync_ends_well_though_one_server_is_killed_in_the_middle(two_processe
 
 def test_requests_are_put_off_while_redis_is_away_and_go_on_after(serve, redis):
     server = serve()
-    with client_of(server) as client, client_of(server, timeout_s=0.5) as impatient:
+    with client_of(server) as client, client_of(server, timeout_s=3) as impatient:
         begin_version(client)
         redis.kill()
-        with pytest.raises(Unreachable, match=r"could not serve within 0\.5 s: .*the store redis://127\.0\.0\.1:\d+/0"):
+        with pytest.raises(Unreachable, match=r"could not serve within 3 s: .*the store redis://127\.0\.0\.1:\d+/0"):
             impatient.heartbeat(["w0"])
         thread, results = in_thread(lambda: client.heartbeat(["w0", "w1", "k", "c"]))
         redis.start()
@@ -397,7 +398,7 @@ def test_the_log_is_bounded_and_nothing_is_lost_by_it(serve, redis, monkeypatch)
         begin_version(client)
         for _ in range(400):
             client.heartbeat(["w0"])
-        until(lambda: redis.client().xlen("awex:1:job:log") <= 110)
+        until(lambda: redis.client().xlen("awex:1:job:log") <= 110, 20)
         assert int(redis.client().hget("awex:1:job:head", "n")) > 400
         # A server that has seen none of it goes on from the snapshot.
         with client_of(serve()) as late:
@@ -438,7 +439,7 @@ def test_joins_are_limited_and_the_client_waits_for_its_turn(serve):
         client.watch()
     with (
         MetaServer(TOKEN, limits=Limits(joins_per_s=0.001, join_burst=1)) as server,
-        client_of(server, timeout_s=0.3) as client,
+        client_of(server, timeout_s=2) as client,
     ):
         client.join_writer(writer())
         client.heartbeat(["w"])
