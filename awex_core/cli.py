@@ -30,7 +30,7 @@ from awex_core.token import find_token, require_token
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from awex_core.meta.messages import EngineView, JobStatus, SyncView, WriterInfo
+    from awex_core.meta.messages import EngineView, JobStatus, Process, SyncView, WriterInfo
 
 DEFAULT_PORT = 7790
 
@@ -117,8 +117,10 @@ def _run_matrix(arguments: argparse.Namespace) -> int:
 
 
 def _run_meta_server(arguments: argparse.Namespace) -> int:
+    from awex_core import stacks
     from awex_core.meta.server import serve
 
+    stacks.enable()
     token = find_token(arguments.token_file)
     if not token:
         token, path = _generate_token()
@@ -173,7 +175,7 @@ def _show(status: JobStatus) -> None:
     from rich.console import Console
 
     console, view = Console(), status.view
-    console.print(f"job {status.job}, epoch {view.epoch}", highlight=False)
+    console.print(f"job {status.job}, epoch {view.epoch}, leases of {status.lease_s:g} s", highlight=False)
     if status.forming:
         forming = status.forming
         console.print(f"run {forming.run} waits for ranks {forming.missing} of {forming.world}", highlight=False)
@@ -193,21 +195,31 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _writers_table(writers: list[WriterInfo]) -> Table:
-    table = _table("Writers", "rank", "run", "host", "pid", "device")
+    table = _table("Writers", "rank", "run", "host", "pid", "device", "limits")
     for info in writers:
         where = info.process
-        table.add_row(*_plain(f"{info.rank} of {info.world}", info.run, where.host, str(where.pid), where.device))
+        rank = f"{info.rank} of {info.world}"
+        table.add_row(*_plain(rank, info.run, where.host, str(where.pid), where.device, _limits(where)))
     return table
 
 
+def _limits(process: Process) -> str:
+    """The time limits that a member has told."""
+    return f"version {process.sync_timeout_s:g} s, answer {process.connect_timeout_s:g} s"
+
+
 def _engines_table(engines: list[EngineView]) -> Table:
-    table = _table("Engines", "engine", "state", "version", "live", "workers", "generation", "reason")
+    table = _table("Engines", "engine", "state", "version", "live", "workers", "pids", "generation", "limits", "reason")
     for view in engines:
         live = "yes" if view.live else "no"
         world = view.workers[0].world if view.workers else 0
         workers = f"{len(view.workers)} of {world}"
-        row = (view.engine, view.state, str(view.version), live, workers, str(view.generation), view.reason)
-        table.add_row(*_plain(*row))
+        pids = ", ".join(str(worker.process.pid) for worker in view.workers)
+        limits = _limits(view.workers[0].process) if view.workers else ""
+        table.add_row(
+            *_plain(view.engine, view.state, str(view.version), live, workers, pids),
+            *_plain(str(view.generation), limits, view.reason),
+        )
     return table
 
 

@@ -27,6 +27,7 @@ _NAMES = {
     "AWEX_SNAPSHOT": "snapshot",
     "AWEX_RECEIVE": "receive",
     "AWEX_SHADOW_FALLBACK": "shadow_fallback",
+    "AWEX_REPAIR_CHECKPOINT": "repair_checkpoint",
 }
 
 
@@ -60,6 +61,8 @@ class SyncConfig:
     """Where an engine receives: ``shadow`` costs a second buffer and pauses for one local copy only."""
     shadow_fallback: ShadowFallback = "error"
     """What an engine does that has no memory for that buffer: refuse the trainer's model, or receive in place."""
+    repair_checkpoint: str = ""
+    """Folder that a torn engine loads when neither a trainer nor another engine can repair it; empty for none."""
 
     def __post_init__(self) -> None:
         split_addresses(self.meta_server)

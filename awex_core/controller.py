@@ -13,6 +13,10 @@ server elects one and the others follow. Per version::
     resume    the new version becomes visible, caches of the old one are gone
 
 A torn engine answers no generation request until a later version repairs it.
+
+A controller that takes over from one that fell silent finds what that one last said: ``ready`` is resumed,
+for it may have been paused, and ``updating``, said before the first live byte, is torn. Should the silent one
+come back, it is fenced and leaves the engine alone.
 """
 
 from __future__ import annotations
@@ -24,11 +28,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
+from awex_core import stacks
 from awex_core.config import SyncConfig
 from awex_core.engine import EngineHost
 from awex_core.errors import AwexError, Fenced, SyncTimeout, TransferError
 from awex_core.meta.client import LeaseKeeper, MetaClient
-from awex_core.meta.messages import EngineState, JobView, SyncView
+from awex_core.meta.messages import EngineState, EngineView, JobView, SyncView
 from awex_core.options import EngineOptions
 from awex_core.process import this_process
 from awex_core.session import refusals
@@ -64,12 +69,20 @@ class EngineController:
         self.receiving: Version | None = None
         """The version that arrives in the second buffer, while requests run."""
         self.last_sync: dict[str, float] = {}
+        stacks.enable()
         self._host = host
         self._client = MetaClient.of(config)
-        self._process = this_process(config.meta_server)
+        self._process = this_process(config)
         self._leases: LeaseKeeper | None = None
+        self._lease_s = 0.0
         self._prepared = ""
         self._paused = False
+        self._stood_by = False
+        """Another process has controlled this engine; what became of it under that one is not known here."""
+        self._took_over = False
+        self._repaired = False
+        """Serves the checkpoint that is configured for repairs."""
+        self._repair_failed = False
         self._lent: set[int] = set()
         self._given_up: set[Version] = set()
 
@@ -79,17 +92,23 @@ class EngineController:
         Raises:
             MetaServerError: the meta server cannot be reached in time, or refuses.
         """
-        lease_s = await self._call(self._join)
-        self._leases = LeaseKeeper(self._client, lease_s, lambda _: self._join())
+        self._lease_s = await self._call(self._join)
+        self._leases = LeaseKeeper(self._client, self._lease_s, lambda _: self._join())
         self._leases.add(self._process.incarnation)
         if self.elected:
             await self._prepare(await self._call(self._client.watch))
 
     def _join(self) -> float:
         reply = self._client.join_controller(
-            self.engine, self._process, state=self.state, version=self.version, reason=self.reason
+            self.engine,
+            self._process,
+            state=self.state,
+            version=self.version,
+            reason=self.reason,
+            stood_by=self._stood_by,
         )
         self.elected = reply.elected
+        self._stood_by |= not reply.elected
         return reply.lease_s
 
     async def _call(self, function: Callable[[], _T]) -> _T:
@@ -105,7 +124,7 @@ class EngineController:
         """Why generation requests must be refused now; empty when they need not."""
         if self.state == "torn":
             return f"the weights of this engine are incomplete: {self.reason}"
-        if self.require_version and self.version == INITIAL:
+        if self.require_version and self.version == INITIAL and not self._repaired:
             return "no trainer has published a version yet" + (f" ({self.reason})" if self.reason else "")
         return ""
 
@@ -121,6 +140,11 @@ class EngineController:
             "receive": self.config.receive,
             "receiving": str(self.receiving or ""),
             "last_sync": self.last_sync,
+            "limits": {
+                "sync_timeout_s": self.config.sync_timeout_s,
+                "connect_timeout_s": self.config.connect_timeout_s,
+                "lease_s": self._lease_s,
+            },
         }
 
     async def run(self) -> None:
@@ -131,8 +155,6 @@ class EngineController:
                 view = await asyncio.to_thread(self._client.watch, since, _WATCH_S)
                 # A restarted server counts from the beginning again.
                 since = view.revision
-                if self._paused and self.state == "ready":
-                    await self._resume()  # an update ended without: nothing may stay paused at a version it can serve
                 await self._step(view)
             except asyncio.CancelledError:
                 raise
@@ -148,6 +170,13 @@ class EngineController:
         if not self.elected:
             await self._follow(view)
             return
+        if self._stood_by:
+            if seen is None or not seen.controller:
+                return  # from before the election
+            await self._take_over(seen)
+        if self.state == "ready" and (self._paused or self._took_over):
+            # An update ended without, or a predecessor that was stopped came back and paused after all.
+            await self._resume()
         if seen is not None and seen.controller and (seen.state, seen.version) != (self.state, self.version):
             # An earlier word came late and took the place of the last one, or that one was lost.
             await self._set_state(self.state, self.reason)
@@ -156,10 +185,24 @@ class EngineController:
         sync = view.sync
         if sync is None or sync.state != "open" or sync.version <= self.version:
             await self._catch_up(view)
+            await self._repair(view)
             return
         mine = sync.engines.get(self.engine)
         if mine is not None and mine.outcome == "pending":
             await self._update(sync)
+
+    async def _take_over(self, seen: EngineView) -> None:
+        """Go on with an engine whose controller fell silent, at whatever point."""
+        self.state, self.version, self.reason = seen.state, seen.version, seen.reason
+        self._stood_by, self._took_over = False, True
+        logger.info(
+            "awex: engine %s: this process takes over; state %s, version %s", self.engine, self.state, self.version
+        )
+        if self.state == "updating":
+            await self._set_state("torn", "the process that controlled this engine fell silent during an update")
+        if self.state == "torn":
+            await self._within(_GRACE_S, self._host.pause(), "the engine to pause")
+            await self._within(_GRACE_S, self._host.fail_requests(), "the engine to end its requests")
 
     # From engine to engine
 
@@ -191,6 +234,22 @@ class EngineController:
             return
         if sync is not None:
             await self._update(sync)
+
+    async def _repair(self, view: JobView) -> None:
+        """Torn, and neither a trainer nor another engine to be repaired from: load the checkpoint that is named."""
+        path = self.config.repair_checkpoint
+        if self.state != "torn" or not path or view.writers or self._repair_failed:
+            return
+        logger.warning("awex: engine %s is repaired from %s", self.engine, path)
+        try:
+            await self._within(self.config.sync_timeout_s, self._host.repair(), f"the workers to load {path}")
+        except Exception as error:  # noqa: BLE001 - whatever it was, the engine is torn as before
+            self._repair_failed = True
+            await self._set_state("torn", f"{self.reason}; it could not be repaired from {path}: {error}")
+            return
+        self.version, self._repaired = INITIAL, True
+        await self._set_state("ready", f"repaired from {path}")
+        await self._resume()
 
     def _wait_for_copy(self) -> SyncView | None:
         """The copy, once all workers of its source lend; None when it has ended before."""
@@ -230,13 +289,16 @@ class EngineController:
             await self._set_state("ready", "")
         self._prepared = trainer
 
+    async def _tell_state(self, state: EngineState, reason: str) -> None:
+        version = self.version
+        await self._call(
+            lambda: self._client.set_engine_state(self._process.incarnation, state, version, reason=reason)
+        )
+
     async def _set_state(self, state: EngineState, reason: str) -> None:
         self.state, self.reason = state, reason
-        version = self.version
         try:
-            await self._call(
-                lambda: self._client.set_engine_state(self._process.incarnation, state, version, reason=reason)
-            )
+            await self._tell_state(state, reason)
         except Fenced:
             self.elected = False
         except AwexError as error:  # told again when the lease is renewed
@@ -255,17 +317,24 @@ class EngineController:
             return
         paused_at, self._paused = time.perf_counter(), True
         try:
-            await self._within(limit_s, self._host.pause(), "the engine to pause")
+            # Whoever takes over from here on must know that weights may be mixed.
+            await asyncio.gather(
+                self._within(limit_s, self._host.pause(), "the engine to pause"), self._tell_state("updating", "")
+            )
             if shadow and (failure := await self._failure(sync.version)):
                 raise TransferError(failure)
             self.state = "updating"
             await self._within(limit_s, self._host.receive(sync.version), "the workers to receive a version")
             figures["update_s"] = time.perf_counter() - paused_at
             await self._commit(sync.version, figures, limit_s)
-        except Exception as error:  # noqa: BLE001 - from here on bytes may have moved, whatever was raised
+        except Exception as error:
+            if not self.elected or isinstance(error, Fenced):
+                self._paused, self._stood_by = False, True  # by now the engine is another process's to look after
+                raise
             if self.state == "updating":
                 await self._torn(sync.version, str(error), limit_s)
             else:  # no live weight has changed: an engine that was torn stays so, another one resumes
+                await self._set_state(self.state, self.reason)
                 await self._let_go(sync.version, str(error), limit_s)
             return
         await self._resume()
@@ -311,7 +380,9 @@ class EngineController:
         try:
             await asyncio.wait_for(call, limit_s)
         except asyncio.TimeoutError as error:
-            raise SyncTimeout(f"engine {self.engine}: waited {limit_s:.0f} s for {what}") from error
+            message = f"engine {self.engine}: waited {limit_s:.0f} s for {what}"
+            stacks.dump(message)
+            raise SyncTimeout(message) from error
 
     async def _commit(self, version: Version, figures: dict[str, float], limit_s: float) -> None:
         failure = await self._call(lambda: self._await_workers(version, limit_s, "reported"))
@@ -359,12 +430,14 @@ class EngineController:
 
     async def _torn(self, version: Version, reason: str, limit_s: float) -> None:
         logger.error("awex: engine %s is torn at version %s: %s", self.engine, version, reason)
+        self._repair_failed = False
         await self._set_state("torn", f"version {version}: {reason}")
         try:
             await self._report(version, "failed", reason)
         except AwexError as error:
             logger.warning("awex: engine %s: %s", self.engine, error)
-        await self._within(limit_s, self._host.fail_requests(), "the engine to end its requests")
+        if self.elected:
+            await self._within(limit_s, self._host.fail_requests(), "the engine to end its requests")
 
     async def _report(
         self, version: Version, outcome: Any, reason: str = "", figures: dict[str, float] | None = None

@@ -122,6 +122,9 @@ class EngineHost(Protocol):
     async def release(self) -> None:
         """End an update that failed before a live weight changed, on every worker."""
 
+    async def repair(self) -> None:
+        """While torn: have every worker load the checkpoint that is configured for that."""
+
     async def resume(self, version: Version) -> None:
         """Make ``version`` visible, make sure that nothing cached under another is used, and go on."""
 

@@ -22,6 +22,7 @@ from awex_core.plan import SourceIndex, index_sources
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.shm import ShmExport
+from awex_core.version import Version
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Lender:
         target: str,
         worker: WorkerInfo,
         memory: Memory,
+        version: Version,
         layouts: LayoutCache,
         client: MetaClient,
         config: SyncConfig,
@@ -44,12 +46,17 @@ class Lender:
             target: the engine that takes the weights.
             worker: this worker, as it joined; its layout describes ``memory``.
             memory: its live weights.
+            version: what they are.
             layouts: shared with the reader.
             client: of the meta server.
             config: the settings.
         """
         self._target, self._worker, self._memory = target, worker, memory
         self._layouts, self._client, self._config = layouts, client, config
+        on_cpu = all(buffer.device.type == "cpu" for buffer in memory.buffers)
+        self._export = ShmExport(memory) if on_cpu else None
+        if self._export is not None:  # not in ``run``, which might begin after ``let_go``
+            self._export.hold(version.number)
 
     def run(self) -> None:
         """Offer the weights, serve them, publish their digest, stay until the copy is over. Raises nothing."""
@@ -62,6 +69,11 @@ class Lender:
             if copy is not None:
                 self._report(copy, str(error) or type(error).__name__)
 
+    def let_go(self) -> None:
+        """The weights are about to change."""
+        if self._export is not None:
+            self._export.let_go()
+
     def _copy(self, view: JobView) -> CopyView:
         copy = view.copies.get(self._target)
         if copy is None or copy.source != self._worker.engine or copy.sync.state == "done":
@@ -70,10 +82,8 @@ class Lender:
 
     def _serve(self, copy: CopyView) -> None:
         deadline = Deadline.after(copy.sync.remaining_s)
-        on_cpu = all(buffer.device.type == "cpu" for buffer in self._memory.buffers)
-        export = ShmExport(self._memory) if on_cpu else None  # must live until the copy is over
         worker, incarnation = self._worker, self._worker.process.incarnation
-        endpoint = self._client.put_blob(msgspec.msgpack.encode(export.endpoint) if export else b"")
+        endpoint = self._client.put_blob(msgspec.msgpack.encode(self._export.endpoint) if self._export else b"")
         info = WriterInfo(
             rank=worker.rank,
             world=worker.world,

@@ -12,8 +12,10 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from awex_core.checkpoint import read_headers
 from awex_core.commit.modes import ReceiveMode
 from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
@@ -28,6 +30,7 @@ _ENV = {
     "weight_sync_engine": "AWEX_ENGINE",
     "weight_sync_kv": "AWEX_KV",
     "weight_sync_receive": "AWEX_RECEIVE",
+    "weight_sync_repair_checkpoint": "AWEX_REPAIR_CHECKPOINT",
     "weight_sync_require_version": "AWEX_REQUIRE_VERSION",
 }
 """Flag -> variable."""
@@ -95,6 +98,13 @@ def add_flags(parser: Any, backend_action: str | type[argparse.Action] = "store"
         "is then one copy within the device, for twice the memory",
     )
     group.add_argument(
+        "--weight-sync-repair-checkpoint",
+        default=None,
+        metavar="FOLDER",
+        help="a checkpoint that the engine loads if an update has left its weights incomplete and neither a trainer "
+        "nor another engine is there to repair them",
+    )
+    group.add_argument(
         "--weight-sync-require-version",
         action="store_true",
         default=None,
@@ -130,13 +140,15 @@ def settle_engine(kind: str, *, workers: int, dummy_weights: bool) -> EngineOpti
         dummy_weights: it serves nothing until it has received a version.
 
     Raises:
-        ConfigError: a setting is missing or malformed.
+        ConfigError: a setting is missing or malformed, or there is no checkpoint where one is named.
     """
     if dummy_weights:
         os.environ["AWEX_REQUIRE_VERSION"] = "1"
     os.environ.setdefault("AWEX_ENGINE", f"{kind}-{socket.gethostname()}-{secrets.token_hex(3)}")
     os.environ["AWEX_ENGINE_WORKERS"] = str(workers)
-    SyncConfig.from_env()
+    config = SyncConfig.from_env()
+    if config.repair_checkpoint:
+        read_headers(Path(config.repair_checkpoint))
     return EngineOptions.from_env()
 
 

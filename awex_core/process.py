@@ -15,13 +15,14 @@ from awex_core.meta.messages import Process
 if TYPE_CHECKING:
     import torch
 
+    from awex_core.config import SyncConfig
 
-def this_process(meta_server: str, device: str = "cpu") -> Process:
+
+def this_process(config: SyncConfig, device: str = "cpu") -> Process:
     """Describe this process, with a fresh incarnation.
 
     Args:
-        meta_server: HOST:PORT, or several; the address we use towards the first is the one our peers can use towards
-            us.
+        config: its settings; the address we use towards the (first) meta server is the one our peers can use.
         device: the device our weights live on, unique on this host (``cpu``, or a GPU's UUID).
     """
     return Process(
@@ -29,7 +30,9 @@ def this_process(meta_server: str, device: str = "cpu") -> Process:
         host=host_identity(),
         pid=os.getpid(),
         device=device,
-        address=local_address(meta_server),
+        address=local_address(config.meta_server),
+        sync_timeout_s=config.sync_timeout_s,
+        connect_timeout_s=config.connect_timeout_s,
     )
 
 

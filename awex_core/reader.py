@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from awex_core import stacks
 from awex_core.commit.digest import (
     Lanes,
     differing_tensors,
@@ -35,6 +37,7 @@ from awex_core.errors import (
     VerifyError,
     list_faults,
 )
+from awex_core.from_disk import load_checkpoint
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_manifest, encode_layout
 from awex_core.lender import Lender, copy_key
@@ -122,8 +125,9 @@ class WeightReader:
         """
         self.model, self.engine, self.config, self.controlled = model, engine, config, controlled
         self.version = INITIAL
+        stacks.enable()
         self._client = MetaClient.of(config)
-        process = this_process(config.meta_server, device)
+        process = this_process(config, device)
         self._info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)
         reply = self._client.join_worker(self._info)
         self._leases = LeaseKeeper(self._client, reply.lease_s, self._rejoin)
@@ -134,6 +138,7 @@ class WeightReader:
         self._attempt: _Attempt | None = None
         self._shadow: Shadow | None = None
         self._prefetching: threading.Thread | None = None
+        self._lender: Lender | None = None
         self._lending: threading.Thread | None = None
 
     @property
@@ -159,8 +164,10 @@ class WeightReader:
         traced = self.traced
         if traced is None or traced.staged:
             raise TransferError(f"worker {self._info.rank} of engine {self.engine} has nothing to lend")
-        lender = Lender(target, self._info, self.model.lend(), self._layouts, self._client, self.config)
-        self._lending = threading.Thread(target=lender.run, name="awex-lender", daemon=True)
+        self._lender = Lender(
+            target, self._info, self.model.lend(), self.version, self._layouts, self._client, self.config
+        )
+        self._lending = threading.Thread(target=self._lender.run, name="awex-lender", daemon=True)
         self._lending.start()
 
     # Preparing: needs the trainer, not a version. Requests keep running.
@@ -275,6 +282,29 @@ class WeightReader:
         if traced.refreshed:
             logger.info("%s", list_faults("awex: received in place, and copies of it made anew:", traced.refreshed))
 
+    # Repairing, while the engine is torn and paused
+
+    def repair(self) -> None:
+        """Load the checkpoint that is configured for repairs into the live weights.
+
+        Raises:
+            AwexError: none is configured, or it is not the model that was traced; the engine stays torn.
+        """
+        traced = self.traced
+        if not self.config.repair_checkpoint or traced is None:
+            raise ConfigError("there is no checkpoint to repair from, or no trainer has told which tensors there are")
+        try:
+            memory = self._begin()
+            load_checkpoint(Path(self.config.repair_checkpoint), traced.layout, memory)
+            write_constants(traced, memory)
+            self.model.finish()
+        except BaseException:
+            self.model.abort()
+            raise
+        self.version = INITIAL
+        if self._shadow is not None:
+            self._shadow.holds = None
+
     # One version. A failure is raised without a controller; with one it is reported
     # to the meta server, which tells the controller, and the engine's call returns.
 
@@ -340,15 +370,21 @@ class WeightReader:
                 raise TransferError("a version that has failed is still being received; its peer does not answer")
             self._prefetching = None
 
-    def receive(self) -> None:
+    def receive(self, version: Version | None = None) -> None:
         """After ``connect``: pull and verify what ``prefetch`` has not. Nothing may compute with the weights meanwhile.
 
+        Args:
+            version: the one the engine is paused for; by default what was connected.
+
         Raises:
+            TransferError: another one is on its way: a controller asks that has been replaced meanwhile.
             AwexError: (only without a controller) what went wrong, naming the peer.
         """
         attempt = self._attempt
         if attempt is None:
             return
+        if version is not None and attempt.version != version:
+            raise TransferError(f"version {version} is not received: this worker is connected for {attempt.version}")
         try:
             self._end_prefetch()
             if attempt.failure:
@@ -387,17 +423,19 @@ class WeightReader:
         sync = self._sync_of(self._client.watch(), attempt)
         if sync is None or sync.engines[self.engine].outcome == "failed":
             raise TransferError(f"version {attempt.version} ended before it was received{_why(sync, self.engine)}")
+        session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
         begun = time.perf_counter()
         shadow = self._shadow
         if shadow is not None:
             memory, shadow.holds = shadow.memory, None
         else:
-            memory = self.model.begin()
+            memory = self._begin()
         session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
         if shadow is None:
             write_constants(traced, memory)
         received = time.perf_counter()
         verified = self._verify(sync, attempt, traced, session, memory)
+        session.check_held(attempt.version.number)
         if shadow is not None:
             shadow.holds = attempt.version
             attempt.figures["shadow_nbytes"] = float(shadow.nbytes)
@@ -409,6 +447,12 @@ class WeightReader:
             "staging_nbytes": float(attempt.progress.peak_staging),
             "loader_path_nbytes": float(traced.loader_path_nbytes),
         }
+
+    def _begin(self) -> Memory:
+        """The live memory, which changes from now on: whoever still pulls from it is to know."""
+        if self._lender is not None:
+            self._lender.let_go()
+        return self.model.begin()
 
     def _changed(self, sync: SyncView) -> list[str]:
         """Patterns of the tensors to pull; none means all.
@@ -561,7 +605,7 @@ class WeightReader:
         if shadow is None or traced is None or attempt.pieces is None:
             return
         begun = time.perf_counter()
-        live = self.model.begin()
+        live = self._begin()
         shadow.copy_to(live, attempt.pieces)
         write_constants(traced, live)
         attempt.figures["swap_s"] = time.perf_counter() - begun
@@ -596,6 +640,8 @@ class WeightReader:
     def _fail(self, attempt: _Attempt, error: Exception) -> None:
         logger.error("awex: worker %d of engine %s: %s", self._info.rank, self.engine, error)
         attempt.failure = str(error) or type(error).__name__
+        if isinstance(error, SyncTimeout):
+            stacks.dump(attempt.failure)
         self._close_session()
         try:
             self._client.report_worker(

@@ -354,7 +354,7 @@ class ReaderSession:
         self.programs = {rank: lower_copies(table, sources, rank) for rank in ranks}
         self.plan_s = time.perf_counter() - begun
         self.nbytes = int(table.nbytes.sum())
-        transports, endpoints = self._transports(writers, client, config)
+        transports, self._endpoints = self._transports(writers, client, config)
         self._pairs = _Pairs(
             self.programs, transports, dict.fromkeys(ranks, layout.tensors), dict.fromkeys(ranks, always)
         )
@@ -363,7 +363,7 @@ class ReaderSession:
         client.put(key.path("accept", worker.rank), msgspec.msgpack.encode(accept))
         self._receivers: dict[str, Receiver] = {}
         try:
-            self._connect(accept, len(workers), writers, endpoints, device, client, config, deadline)
+            self._connect(accept, len(workers), writers, device, client, config, deadline)
         except BaseException:
             self.close()
             raise
@@ -390,14 +390,13 @@ class ReaderSession:
         accept: Accept,
         workers: int,
         writers: Sequence[WriterInfo],
-        endpoints: dict[int, shm.ShmEndpoint],
         device: torch.device,
         client: MetaClient,
         config: SyncConfig,
         deadline: Deadline,
     ) -> None:
         if shm.NAME in self._pairs.all:
-            self._receivers[shm.NAME] = shm.ShmReceiver(endpoints)
+            self._receivers[shm.NAME] = shm.ShmReceiver(self._endpoints)
         staged = self._pairs.all.get(shm_staged.NAME, {})
         if staged:
             rings = {rank: self._attach(rank, client, deadline) for rank in staged}
@@ -422,6 +421,15 @@ class ReaderSession:
         programs = self._pairs.some(only)
         for name, receiver in self._receivers.items():
             receiver.receive(programs.get(name, {}), memory, progress, deadline)
+
+    def check_held(self, number: int) -> None:
+        """Make sure that writers whose memory is read, without their doing, hold the version still.
+
+        Raises:
+            TransferError: one does not; named.
+        """
+        for rank in self._pairs.all.get(shm.NAME, {}):
+            shm.check_held(self._endpoints[rank], number, f"writer rank {rank}")
 
     @property
     def transports(self) -> list[str]:

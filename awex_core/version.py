@@ -25,5 +25,11 @@ class Version(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_u
     def __str__(self) -> str:
         return f"{self.epoch}.{self.number}"
 
+    @staticmethod
+    def parse(text: str) -> Version:
+        """What ``str`` made of one; raises ``ValueError`` for anything else."""
+        epoch, _, number = text.partition(".")
+        return Version(int(epoch), int(number))
+
 
 INITIAL = Version(0, 0)

@@ -12,6 +12,7 @@ from typing import Literal, overload
 
 import msgspec
 
+from awex_core import stacks
 from awex_core.commit.digest import Lanes, digest_plan, pack_lanes, partial_digest
 from awex_core.commit.modes import VerifyMode
 from awex_core.config import SyncConfig
@@ -92,9 +93,10 @@ class WeightWriter:
         self._live = memory
         self._snapshot: Snapshot | None = None
         self.rank, self.world, self.run = rank, world, run
+        stacks.enable()
         self._client = MetaClient.of(config)
         device = _device_of(memory)
-        self._process: Process = this_process(config.meta_server, device)
+        self._process: Process = this_process(config, device)
         self._export = ShmExport(memory) if device == "cpu" else None
         self._manifest = tuple(sorted(manifest))
         reply = self._client.join_writer(self._info())
@@ -204,7 +206,13 @@ class WeightWriter:
             self._publish_from(Snapshot(self._live))
         if self._snapshot is not None:
             self._snapshot.take()
-        self._announce(number, limit, verify or self.config.verify, patterns)
+        if self._export is not None:
+            self._export.hold(number)
+        try:
+            self._announce(number, limit, verify or self.config.verify, patterns)
+        except BaseException:
+            self._let_go()
+            raise
         if blocking:
             return self._publish(number, quorum, limit, begun)
         outcome = self._background.submit(self._publish, number, quorum, limit, begun)
@@ -214,13 +222,21 @@ class WeightWriter:
 
     def _publish(self, number: int, quorum: int | None, limit: float, begun: float) -> SyncResult:
         """Serve an announced version and hold until every engine is done with it."""
-        view = self._wait(number, lambda sync: sync.state != "gathering", limit, "the other writer ranks")
-        sync = _sync_of(view, number)
-        if sync.state == "open":
-            self._serve(view, sync)
-            what = f"engines to commit version {sync.version}"
-            view = self._wait(number, lambda sync: sync.state == "done", sync.remaining_s, what)
-        return self._result(_sync_of(view, number), quorum, time.monotonic() - begun)
+        try:
+            view = self._wait(number, lambda sync: sync.state != "gathering", limit, "the other writer ranks")
+            sync = _sync_of(view, number)
+            if sync.state == "open":
+                self._serve(view, sync)
+                what = f"engines to commit version {sync.version}"
+                view = self._wait(number, lambda sync: sync.state == "done", sync.remaining_s, what)
+            return self._result(_sync_of(view, number), quorum, time.monotonic() - begun)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """However the version ended: a reader that still pulls learns that the weights may change."""
+        if self._export is not None:
+            self._export.let_go()
 
     def _free_snapshot(self) -> None:
         """Wait until no engine needs the snapshot, or end its version unread."""
@@ -295,6 +311,8 @@ class WeightWriter:
             self._publish_digests(engine, sync, sources, digests)
         except Exception as error:
             logger.exception("writer rank %d could not serve engine %s", self.rank, engine)
+            if isinstance(error, SyncTimeout):
+                stacks.dump(str(error))
             self._drop(engine)
             self._report(sync.version, engine, str(error) or type(error).__name__)
 

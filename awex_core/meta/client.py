@@ -136,9 +136,12 @@ class MetaClient:
         state: EngineState = "ready",
         version: Version = INITIAL,
         reason: str = "",
+        stood_by: bool = False,
     ) -> JoinReply:
         """Stand for election as ``engine``'s controller; one that is not elected calls again to stand by."""
-        message = JoinController(engine=engine, process=process, state=state, version=version, reason=reason)
+        message = JoinController(
+            engine=engine, process=process, state=state, version=version, reason=reason, stood_by=stood_by
+        )
         return self._post(message, JoinReply)
 
     def check(self) -> None:

@@ -38,6 +38,10 @@ class Process(_Message, frozen=True):
     device: str = "cpu"
     address: str = "127.0.0.1"
     """The IP address other members reach this process at."""
+    sync_timeout_s: float = 0.0
+    """Its time limit for a version, in seconds, for people to see; 0 if it has told none."""
+    connect_timeout_s: float = 0.0
+    """Its time limit for an answer of the meta server."""
 
 
 class WriterInfo(_Message, frozen=True):
@@ -190,13 +194,17 @@ class JoinWorker(_Message, frozen=True):
 
 
 class JoinController(_Message, frozen=True):
-    """A controller stands for election; ``version`` is what the engine serves, ``reason`` why it does not."""
+    """A controller stands for election; ``version`` is what the engine serves, ``reason`` why it does not.
+
+    One that has ``stood_by`` only knows what another one last said, so that what is recorded stands.
+    """
 
     engine: str
     process: Process
     state: EngineState = "ready"
     version: Version = INITIAL
     reason: str = ""
+    stood_by: bool = False
 
 
 class JoinReply(_Message, frozen=True):

@@ -156,8 +156,10 @@ class JobStore:
         engine = self._engines.named(message.engine)
         if engine.elected and engine.elected.incarnation != message.process.incarnation:
             return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch, elected=False)
+        recorded = message.stood_by and engine.controller is not None
         self._engines.elect(engine, message, now)
-        self._set_state(engine, message.state, message.version, message.reason)
+        if not recorded:
+            self._set_state(engine, message.state, message.version, message.reason)
         return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch)
 
     def heartbeat(self, message: Heartbeat, now: float) -> HeartbeatReply:

@@ -157,7 +157,12 @@ class Sync:
             self.end(self._who_is_missing())
             return
         for name in self.pending():
-            self.fail(name, f"not committed after {self.timeout_s:g} s; it was {self.parts[name].outcome}")
+            self.fail(name, f"not committed after {self.timeout_s:g} s; {self._how_far(name)}")
+
+    def _how_far(self, name: str) -> str:
+        far = f"it was {self.parts[name].outcome}"
+        silent = self._silent_workers(self.engines[name]) if name in self.engines else []
+        return f"{far}, and worker(s) {silent} of {self.engines[name].world} had not reported" if silent else far
 
     def _who_is_missing(self) -> str:
         missing = [str(rank) for rank in range(self.world) if rank not in self.arrived]

@@ -32,16 +32,16 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from awex_core.checkpoint import read_headers, tensor_files
+from awex_core.checkpoint import read_headers
 from awex_core.config import SyncConfig
 from awex_core.errors import LayoutError
+from awex_core.from_disk import read_checkpoint
 from awex_core.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, ShardCollector
 from awex_core.writer import WeightWriter
@@ -93,14 +93,6 @@ class CheckpointSlice:
                 start = (begin, *[0] * (rows.dim() - 1)) if rows.dim() else ()
                 collector.add(tensor.name, tensor.shape, start, rows)
         return collector.build()
-
-
-def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a folder's safetensors files, by file and name; raises ``ConfigError`` when there is none."""
-    for file in tensor_files(folder):
-        with safe_open(file, framework="pt") as opened:
-            for name in sorted(opened.keys()):
-                yield name, opened.get_tensor(name)
 
 
 class _Rank:

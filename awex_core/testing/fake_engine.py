@@ -192,13 +192,18 @@ class FakeEngine:
     async def receive(self, version: Version) -> None:
         """See ``EngineHost.receive``."""
         self.events.append("receive")
-        await self._each(WeightReader.receive)
+        await self._each(lambda reader: reader.receive(version))
         await self._each(WeightReader.finish)
 
     async def release(self) -> None:
         """See ``EngineHost.release``."""
         self.events.append("release")
         await self._each(WeightReader.finish)
+
+    async def repair(self) -> None:
+        """See ``EngineHost.repair``."""
+        self.events.append("repair")
+        await self._each(WeightReader.repair)
 
     async def resume(self, version: Version) -> None:
         """See ``EngineHost.resume``."""

@@ -68,24 +68,54 @@ class ShmEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a reader needs to reach a writer's memory: its process and its buffers' addresses.
 
     ``probe`` is the address of ``secret``, by which a reader makes sure that it
-    reads the right process and may do so.
+    reads the right process and may do so. ``held`` is the address of a 64-bit
+    word: the number of the version that is held still, plus one; 0 for none.
     """
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     addresses: list[Address]
     probe: Address
     secret: bytes
+    held: Address
 
 
 class ShmExport:
-    """The writer's side: publishes addresses and keeps the probe alive."""
+    """The writer's side: publishes addresses, and says which version it holds still."""
 
     def __init__(self, memory: Memory) -> None:
         self._secret = os.urandom(16)
         self._probe = ctypes.create_string_buffer(self._secret, 16)
         # With Yama's ptrace_scope=1 only ancestors may read; this lets any process of the same user.
         _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
-        self.endpoint = ShmEndpoint(os.getpid(), memory.addresses, ctypes.addressof(self._probe), self._secret)
+        self._held = ctypes.c_uint64(0)
+        self.endpoint = ShmEndpoint(
+            os.getpid(), memory.addresses, ctypes.addressof(self._probe), self._secret, ctypes.addressof(self._held)
+        )
+
+    def hold(self, number: int) -> None:
+        """From now on the memory is version ``number`` and does not change."""
+        self._held.value = number + 1
+
+    def let_go(self) -> None:
+        """From now on the memory may change: what is pulled until then, and no later, counts."""
+        self._held.value = 0
+
+
+def check_held(endpoint: ShmEndpoint, number: int, who: str) -> None:
+    """Raise ``TransferError`` unless the writer holds version ``number`` still; asked before a pull and after it."""
+    found = np.zeros(1, dtype=np.uint64)
+    try:
+        read_memory(endpoint.pid, [endpoint.held], [found.ctypes.data], [8])
+    except OSError as error:
+        raise TransferError(
+            f"{who} (process {endpoint.pid}) cannot be read: {os.strerror(error.errno or 0)}"
+        ) from error
+    if int(found[0]) != number + 1:
+        now = f"version number {int(found[0]) - 1}" if found[0] else "none"
+        raise TransferError(
+            f"{who} (process {endpoint.pid}) no longer holds version number {number} still, but {now}; "
+            "it gave up waiting"
+        )
 
 
 def why_unreadable(endpoint: ShmEndpoint) -> str:

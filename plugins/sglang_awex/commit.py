@@ -71,11 +71,15 @@ class SglangHost:
 
     async def receive(self, version: Version) -> None:
         """See ``EngineHost.receive``."""
-        await self._run("receive", wait_s=_WAIT_S)
+        await self._run(f"receive:{version}", wait_s=_WAIT_S)
 
     async def release(self) -> None:
         """See ``EngineHost.release``."""
         await self._run("release")
+
+    async def repair(self) -> None:
+        """See ``EngineHost.repair``."""
+        await self._run("repair", wait_s=_WAIT_S)
 
     async def resume(self, version: Version) -> None:
         """See ``EngineHost.resume``; nothing was computed since the cache was flushed, so nothing stale is in it."""

@@ -20,6 +20,7 @@ from awex_core.config import SyncConfig
 from awex_core.options import EngineOptions
 from awex_core.process import device_name
 from awex_core.reader import WeightReader
+from awex_core.version import Version
 from sglang_awex import compat
 from sglang_awex.layout import SglangWorkerModel
 
@@ -101,12 +102,19 @@ class Worker:
     def _prefetch(self) -> None:
         self._joined().prefetch()
 
-    def _receive(self) -> None:
-        self._joined().receive()
+    def _receive(self, version: str) -> None:
+        self._joined().receive(Version.parse(version))
         self._joined().finish()
 
     def _release(self) -> None:
         self._joined().finish()
+
+    def _repair(self) -> None:
+        try:
+            self._joined().repair()
+        except Exception as error:
+            logger.error("awex: this rank cannot be repaired from disk: %s", error)
+            raise
 
     def _joined(self) -> WeightReader:
         if self._reader is None:

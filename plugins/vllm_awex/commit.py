@@ -56,13 +56,17 @@ class VllmHost:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         try:
-            await self._engine.update_weights(WeightTransferUpdateRequest(update_info={}))
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
         finally:
             await self._engine.finish_weight_update()
 
     async def release(self) -> None:
         """See ``EngineHost.release``."""
         await self._engine.finish_weight_update()
+
+    async def repair(self) -> None:
+        """See ``EngineHost.repair``."""
+        await self._init(repair=True)
 
     async def resume(self, version: Version) -> None:
         """See ``EngineHost.resume``; nothing was computed since the cache was dropped, so nothing stale is in it."""

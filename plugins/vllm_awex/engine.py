@@ -21,6 +21,7 @@ from awex_core.errors import ConfigError
 from awex_core.options import EngineOptions
 from awex_core.process import device_name
 from awex_core.reader import WeightReader
+from awex_core.version import Version
 from vllm_awex.layout import VllmWorkerModel
 
 
@@ -28,8 +29,9 @@ from vllm_awex.layout import VllmWorkerModel
 class AwexInitInfo(WeightTransferInitInfo):
     """``controlled`` is set by the API server's controller; a user of ``LLM(...)`` leaves it out.
 
-    So are ``lend`` and ``prefetch``: the call then does nothing but begin to lend weights to the engine of that
-    name, or to receive into the second buffer. vLLM takes this call at any time.
+    So are ``lend``, ``prefetch`` and ``repair``: the call then does nothing but begin to lend weights to the engine
+    of that name, or to receive into the second buffer, or load the checkpoint for repairs. vLLM takes this call at
+    any time.
 
     ``meta_server`` and ``job`` override the environment.
     """
@@ -37,13 +39,16 @@ class AwexInitInfo(WeightTransferInitInfo):
     controlled: bool = False
     lend: str = ""
     prefetch: bool = False
+    repair: bool = False
     meta_server: str | None = None
     job: str | None = None
 
 
 @dataclass
 class AwexUpdateInfo(WeightTransferUpdateInfo):
-    """Nothing to say: the version was chosen when the update started."""
+    """The version was chosen when the update started; a controller names it once more, as ``EPOCH.NUMBER``."""
+
+    version: str = ""
 
 
 class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo]):
@@ -62,6 +67,9 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
             return
         if init_info.prefetch:
             self.reader.prefetch()
+            return
+        if init_info.repair:
+            self.reader.repair()
             return
         if self._reader is None:
             self._reader = self._join(init_info)
@@ -94,7 +102,7 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
 
     def receive_weights(self, update_info: AwexUpdateInfo) -> None:
         """Receive and verify it."""
-        self.reader.receive()
+        self.reader.receive(Version.parse(update_info.version) if update_info.version else None)
 
     def finish_weight_update(self) -> None:
         """Run post-load steps and report; or clean up after a failure."""

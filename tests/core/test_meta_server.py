@@ -43,7 +43,7 @@ def client(server):
 
 
 def process(name: str) -> m.Process:
-    return m.Process(incarnation=name, host="host-a", pid=7)
+    return m.Process(incarnation=name, host="host-a", pid=7, sync_timeout_s=120, connect_timeout_s=8)
 
 
 def writer(name: str = "w", run: str = "run1", rank: int = 0, world: int = 1) -> m.WriterInfo:
@@ -512,6 +512,7 @@ def test_status_shows_a_job_to_people_and_programs(run_server, capsys, monkeypat
     shown = capsys.readouterr().out
     for text in ("engine[1]", "half [red]written", "torn", "Version 1.3: open, ranks [0]", "bytes 12", "host-a"):
         assert text in shown
+    assert "leases of 30 s" in shown and shown.count("version 120 s") == 2, "the time limits of all members"
     assert "run run2 waits for ranks [0] of 2" in shown
 
     assert cli.main([*arguments, "--json"]) == 0

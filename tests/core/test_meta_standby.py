@@ -20,13 +20,23 @@ LEASE = 1.2
 
 
 class Host:
-    """An engine of which nothing but ``prepare`` is asked for here."""
+    """An engine without workers: says what was asked of it."""
 
     def __init__(self) -> None:
         self.prepared = 0
+        self.events = []
 
     async def prepare(self) -> None:
         self.prepared += 1
+
+    async def pause(self) -> None:
+        self.events.append("pause")
+
+    async def resume(self, version: Version) -> None:
+        self.events.append(f"resume {version}")
+
+    async def fail_requests(self) -> None:
+        self.events.append("fail")
 
 
 @pytest.fixture
@@ -84,7 +94,46 @@ def test_the_second_controller_stands_by_quietly_and_takes_over(server, caplog, 
 
     with caplog.at_level(logging.INFO, logger="awex_core"):
         asyncio.run(scenario())
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("awex")] == []
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("awex")]
+    assert said == "awex: engine e: this process takes over; state torn, version 0.0"
+
+
+def silence(controller: EngineController) -> None:
+    """As SIGSTOP would: its lease lapses. Its control task, which only watches, goes on."""
+    controller._leases.close()
+
+
+def test_an_engine_whose_controller_fell_silent_between_two_versions_is_resumed(server):
+    """It may have been paused; with a version that was committed a moment ago it was."""
+
+    async def scenario() -> None:
+        async with control(server) as first, control(server) as second:
+            first.version = Version(1, 3)
+            await first._set_state("ready", "")
+            silence(first)
+            await until(lambda: second.elected and second._host.events, 4 * LEASE)
+            assert set(second._host.events) == {"resume 1.3"}
+            assert (second.state, second.version) == ("ready", Version(1, 3))
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_whose_controller_fell_silent_during_an_update_is_torn(server):
+    """Also where the one that takes over had not heard of the update yet: the server had."""
+
+    async def scenario() -> None:
+        async with control(server) as first, control(server) as second:
+            await first._tell_state("updating", "")
+            first.state = "updating"
+            silence(first)
+            await until(lambda: second.state == "torn", 4 * LEASE)
+            await until(lambda: second.elected and "fail" in second._host.events, 4 * LEASE)
+            view = engine_seen_by(second)
+            assert view.state == "torn" and "fell silent during an update" in view.reason
+            assert "resume" not in str(second._host.events)
+            assert "incomplete" in second.why_closed()
+
+    asyncio.run(scenario())
 
 
 def test_a_controller_that_sees_itself_elected_acts_on_it(server):

@@ -634,8 +634,12 @@ def test_an_open_version_ends_at_its_deadline():
     store.announce(announce(timeout_s=5), 0)
     store.report_engine(report("updating", "a"), 0)
     assert store.tick(5)
-    assert entry(store, "a").reason == "not committed after 5 s; it was updating"
-    assert entry(store, "b").reason == "not committed after 5 s; it was pending"
+    assert (
+        entry(store, "a").reason == "not committed after 5 s; it was updating, and worker(s) [0] of 1 had not reported"
+    )
+    assert (
+        entry(store, "b").reason == "not committed after 5 s; it was pending, and worker(s) [0] of 1 had not reported"
+    )
     assert (sync_of(store).state, sync_of(store).remaining_s) == ("done", 0)
 
 

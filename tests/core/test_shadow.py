@@ -27,7 +27,18 @@ from awex_core.testing.fake_engine import FakeEngine, FakeWorkerModel, holds
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.version import Version
 from tests.core import test_sync
-from tests.core.test_sync import TOKEN, Loop, Trainer, change, eventually, fail_to_finish, flip_a_bit, publish, serves
+from tests.core.test_sync import (
+    LEASE_S,
+    TOKEN,
+    Loop,
+    Trainer,
+    change,
+    eventually,
+    fail_to_finish,
+    flip_a_bit,
+    publish,
+    serves,
+)
 
 meta, loop, make_trainer = test_sync.meta, test_sync.loop, test_sync.make_trainer
 
@@ -143,6 +154,7 @@ def test_the_engine_runs_on_the_old_weights_while_the_new_ones_arrive(
         assert receiving.arrived.wait(30)
         status = engine.controller.status()
         assert (status["state"], status["receiving"], status["closed"]) == ("ready", "1.2", "")
+        assert status["limits"] == {"sync_timeout_s": 60, "connect_timeout_s": 10, "lease_s": LEASE_S}
         assert engine.controller.settled and engine.events.count("pause") == 1
         assert holds(engine, old), "live weights do not change before the pause"
     assert calls[0].result(60).committed == ("e",)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from awex_core.config import SyncConfig
+from awex_core.controller import EngineController
 from awex_core.engine import LoaderPathModule
 from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout, TransferError
 from awex_core.layout.live import ShardCollector
@@ -57,11 +59,15 @@ class Loop:
         self._thread.start()
         self.engines: list[FakeEngine] = []
 
-    def run(self, call: Awaitable[T], limit_s: float = 30) -> T:
+    def run(self, call: Awaitable[T], limit_s: float = 60) -> T:
         async def wait() -> T:
             return await call
 
         return asyncio.run_coroutine_threadsafe(wait(), self._loop).result(limit_s)
+
+    def start(self, call: Coroutine[Any, Any, None]) -> Future[None]:
+        """The same without waiting; cancel it in the end."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def engine(self, name: str, world: int, config: SyncConfig, **options: Any) -> FakeEngine:
         """Start an engine and keep it until the test ends."""
@@ -166,7 +172,7 @@ def make_trainer(config: SyncConfig) -> Iterator[Callable[..., Trainer]]:
         trainer.close()
 
 
-def eventually(condition: Callable[[], bool], limit_s: float = 15) -> None:
+def eventually(condition: Callable[[], bool], limit_s: float = 60) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
@@ -397,6 +403,87 @@ def test_patterns_must_fit_the_model_and_be_the_same_on_all_ranks(
     assert any("all ranks must ask for the same" in fault for fault in faults), faults
 
 
+# From disk
+
+
+def checkpoint_on_disk(folder: Path, **sizes: int) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    weights = fake_weights(seed=77, **sizes)
+    names = sorted(weights)
+    save_file({name: weights[name] for name in names[::2]}, folder / "1.safetensors")
+    save_file({name: weights[name] for name in names[1::2]}, folder / "2.safetensors")
+    return weights
+
+
+def tear(engine: FakeEngine, trainer: Trainer) -> None:
+    """An update fails after its first byte, and the trainer goes."""
+    engine.models[0].on_finish = fail_to_finish
+    with pytest.raises(SyncFailed):
+        trainer.write(2)
+    eventually(lambda: engine.controller.state == "torn")
+    engine.models[0].on_finish = None
+
+
+def fail_once(engine: FakeEngine) -> Callable[[], None]:
+    def fail() -> None:
+        engine.models[0].on_finish = None
+        fail_to_finish()
+
+    return fail
+
+
+@pytest.mark.parametrize("receive", ["in_place", "shadow"])
+def test_a_torn_engine_loads_a_checkpoint_once_there_is_nobody_to_repair_it(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], tmp_path: Path, receive: Any
+) -> None:
+    weights = checkpoint_on_disk(tmp_path / "model")
+    config = replace(config, repair_checkpoint=str(tmp_path / "model"), receive=receive, catch_up=True)
+    engine = loop.engine("e", 2, config, require_version=True)
+    trainer = make_trainer()
+    trainer.write(1)
+    tear(engine, trainer)
+    assert "repair" not in engine.events, "the trainer is there, and its next version repairs the engine"
+    trainer.close()
+    eventually(lambda: serves(engine) == INITIAL)
+    assert holds(engine, weights) and engine.controller.reason == f"repaired from {tmp_path / 'model'}"
+    assert engine.controller.why_closed() == "" and engine.events[-2:] == ["repair", "resume 0.0"]
+    again = make_trainer(run="again")
+    assert again.write(1).committed == ("e",)
+    eventually(lambda: serves(engine) == Version(2, 1))
+    assert holds(engine, again.weights)
+
+
+def test_a_checkpoint_of_another_model_repairs_nothing_and_is_tried_once(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    checkpoint_on_disk(tmp_path / "model", ffn=12)
+    engine = loop.engine("e", 1, replace(config, repair_checkpoint=str(tmp_path / "model")))
+    trainer = make_trainer()
+    trainer.write(1)
+    tear(engine, trainer)
+    trainer.close()
+    eventually(lambda: "could not be repaired" in engine.controller.reason)
+    assert engine.controller.state == "torn" and "incomplete" in engine.controller.why_closed()
+    assert make_trainer(run="again").write(1).committed == ("e",)
+    assert engine.events.count("repair") == 1
+
+
+def test_a_replica_that_is_ready_repairs_rather_than_the_disk(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    checkpoint_on_disk(tmp_path / "model")
+    config = replace(config, repair_checkpoint=str(tmp_path / "model"), catch_up=True)
+    engine, good = loop.engine("e", 1, config), loop.engine("good", 2, config)
+    trainer = make_trainer()
+    trainer.write(1)
+    engine.models[0].on_finish = fail_once(engine)
+    with pytest.raises(SyncFailed):
+        trainer.write(2)
+    trainer.close()
+    eventually(lambda: serves(engine) == serves(good) == Version(1, 2))
+    assert holds(engine, trainer.weights) and "repair" not in engine.events
+
+
 # From engine to engine
 
 
@@ -565,7 +652,7 @@ def test_another_model_is_refused_by_name_and_the_engine_keeps_serving(
 ) -> None:
     engine = loop.engine("e", 1, config)
     trainer = make_trainer(run="wrong", **sizes)
-    eventually(lambda: engine.controller.state == "refused" or engine.controller.version.number == 1, 5)
+    eventually(lambda: engine.controller.state == "refused" or engine.controller.version.number == 1)
     assert engine.controller.state == "refused"
     assert complaint in engine.controller.reason
     assert engine.controller.why_closed() == ""
@@ -679,6 +766,39 @@ def test_a_pull_that_outlasts_the_writer_is_discarded(
     trainer.write(3)
     eventually(lambda: serves(engine) == Version(1, 3))
     assert holds(engine, trainer.weights)
+
+
+@pytest.mark.parametrize("at", ["begins", "ends"])
+def test_a_pull_that_a_writer_did_not_hold_still_for_is_discarded_without_a_digest(
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], at: str
+) -> None:
+    """A writer that is interrupted goes on training; the meta server may learn of it late, or not at all."""
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer()
+    trainer.write(1)
+    gate = Gate(engine, "receive")
+    (reader,) = engine.readers
+    if at == "ends":
+        reader._verify = lambda *_: trainer.writers[0]._let_go() or 0  # type: ignore[method-assign,func-returns-value]
+    else:
+        for writer in trainer.writers:
+            writer._serve = lambda *_: interrupt()  # type: ignore[method-assign]
+    trainer.train(2)
+    calls = trainer.start(2, verify="off")
+    assert gate.reached.wait(30)
+    if at == "begins":
+        assert all(isinstance(call.exception(30), KeyboardInterrupt) for call in calls)
+    gate.open(loop)
+    eventually(lambda: engine.controller.state == "torn")
+    assert (
+        "writer rank 0" in engine.controller.reason and "no longer holds version number 2" in engine.controller.reason
+    )
+    if at == "ends":
+        assert all(isinstance(call.exception(30), SyncFailed) for call in calls)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_rank_that_does_not_come_is_named_and_engines_are_untouched(
@@ -834,6 +954,39 @@ class Gate:
             self._open.set()
 
         loop.run(open_it())
+
+
+@pytest.mark.parametrize(("stopped_at", "left"), [("connect", "ready"), ("pause", "torn"), ("receive", "torn")])
+def test_an_engine_whose_controller_is_stopped_during_an_update_is_taken_over(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], stopped_at: str, left: str
+) -> None:
+    """The other one finds whether weights may be mixed; the one that was stopped leaves the engine alone after that."""
+    engine = loop.engine("e", 2, config)
+    first = engine.controller
+    second = EngineController(engine, engine="e", config=config)
+    loop.run(second.start())
+    task = loop.start(second.run())
+    trainer = make_trainer()
+    try:
+        assert trainer.write(1).committed == ("e",)
+        gate = Gate(engine, stopped_at)
+        trainer.train(2)
+        calls = trainer.start(2)
+        assert gate.reached.wait(30)
+        first._leases.close()  # as SIGSTOP would
+        with pytest.raises(SyncFailed, match="stopped answering"):
+            calls[0].result(60)
+        eventually(lambda: second.elected and second._took_over and second.state == left)
+        engine.events.clear()
+        gate.open(loop)
+        eventually(lambda: not first.elected)
+        assert trainer.write(3).committed == ("e",)
+        eventually(lambda: second.settled and second.version == Version(1, 3))
+        assert holds(engine, trainer.weights)
+        assert engine.events[-1] == "resume 1.3"
+    finally:
+        task.cancel()
+        second.close()
 
 
 def publish_and_go_on(trainer: Trainer, number: int, **options: Any) -> list[PendingSync]:

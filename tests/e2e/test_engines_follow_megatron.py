@@ -6,10 +6,11 @@ disk, serve the trainers of a case (engine, dtype, tensor parallelism, tied) in 
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ PROMPT = list(b"On an Engine that follows its Trainer, and of what it says befor
 """More than two of vLLM's CPU cache blocks (128 tokens), so that a stale prefix would be reused."""
 
 IN_FLIGHT_TOKENS = 40
+LONG_TOKENS = 1500
+"""More than are computed while a version is written."""
 VERSIONS = 3
 """Two where the model is what matters."""
 
@@ -137,16 +140,13 @@ def _follow(stage: Stage, layout: str) -> None:
     with closing(TrainerJob(spec, stage.model, stage.meta, folder, stage.processes)) as trainer:
         for version in range(1, VERSIONS + (stage.case.kind not in FURTHER)):
             trainer.all("train")
-            answers, result = _write_with_requests_in_flight(stage, trainer, version)
+            result = _write_with_requests_in_flight(stage, trainer, version)
             assert len(result["committed"]) == 1 and not result["failed"]
-            _check_answers_in_flight(stage, answers, result["version"])
             _check_figures(stage, result)
             _check_answers_and_weights(stage, trainer, folder, version, result["version"])
 
 
-def _write_with_requests_in_flight(
-    stage: Stage, trainer: TrainerJob, version: int
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _write_with_requests_in_flight(stage: Stage, trainer: TrainerJob, version: int) -> dict[str, Any]:
     """Write a version while two clients send one request after another, so that some are in flight all the time."""
     stage.server.complete(PROMPT)
     # vLLM has no prefix cache for latent attention on a CPU; elsewhere, without one in use, its reset proves nothing.
@@ -160,7 +160,7 @@ def _write_with_requests_in_flight(
             answers.append(stage.server.complete([seed, *PROMPT], IN_FLIGHT_TOKENS))
         return answers
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool, _long_request(stage, pool) as long:
         clients = [pool.submit(keep_asking, seed) for seed in range(2)]
         try:
             results = trainer.all("write", version=version, options={})
@@ -168,18 +168,35 @@ def _write_with_requests_in_flight(
             written.set()
         answers = [answer for client in clients for answer in client.result(timeout=180)]
     assert all(result["version"] == results[0]["version"] for result in results)
-    return answers, results[0]
-
-
-def _check_answers_in_flight(stage: Stage, answers: list[dict[str, Any]], newest: str) -> None:
     for answer in answers:
         assert (answer["finish"], len(answer["logprobs"])) == ("length", IN_FLIGHT_TOKENS)
-    if stage.case.engine == "sglang":  # which version each of its tokens is from
-        spans = [answer["versions"] for answer in answers]
-        assert any(len(of_one) == 2 and of_one[-1]["version"] == newest for of_one in spans)
-        for of_one in spans:
-            ends = [span["end"] for span in of_one]
-            assert [span["start"] for span in of_one] == [0, *ends[:-1]] and ends[-1] == IN_FLIGHT_TOKENS
+    if isinstance(stage.server, SglangServer):
+        _check_spans(answers, long.result(timeout=180), results[0]["version"])
+    return results[0]
+
+
+@contextmanager
+def _long_request(stage: Stage, pool: ThreadPoolExecutor) -> Iterator[Future[dict[str, Any]]]:
+    """On SGLang, which says of each token what version it is from: a request that lasts as long as the block."""
+    if not isinstance(stage.server, SglangServer):
+        yield Future()
+        return
+    name = secrets.token_hex(8)
+    answer = pool.submit(stage.server.begin_completion, [7, *PROMPT], LONG_TOKENS, name)
+    stage.server.complete(PROMPT, 2)  # by when the one before it has begun
+    try:
+        yield answer
+    finally:
+        stage.server.end_completion(name)
+
+
+def _check_spans(answers: list[dict[str, Any]], long: dict[str, Any], newest: str) -> None:
+    """Which version each token is from: without gaps, and of both versions in the answer that was there throughout."""
+    assert len(long["versions"]) == 2 and long["versions"][-1]["version"] == newest
+    for answer in [*answers, long]:
+        ends = [span["end"] for span in answer["versions"]]
+        assert [span["start"] for span in answer["versions"]] == [0, *ends[:-1]]
+        assert ends[-1] == len(answer["tokens"])
 
 
 def _check_figures(stage: Stage, result: dict[str, Any]) -> None:

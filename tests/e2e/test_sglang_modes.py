@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -49,12 +48,12 @@ def test_dummy_weights_are_not_served_and_the_meta_server_may_restart(
     meta.start()
     trainer.ranks[0].ask("wait_for_engines", FOLLOW_LIMIT_S, count=1, timeout_s=FOLLOW_LIMIT_S - 5)
     with ThreadPoolExecutor() as pool:
-        flying = [pool.submit(server.complete, [seed, *PROMPT], 200) for seed in range(2)]
-        time.sleep(0.5)
+        flying = [pool.submit(server.complete, [seed, *PROMPT], 400) for seed in range(2)]
+        server.complete(PROMPT, 2)  # by when those before it have begun
         newest = trainer.publish(2)["version"]
         answers = [request.result(timeout=180) for request in flying]
     for answer in answers:  # with their KV kept, they went on where they were
-        assert len(answer["logprobs"]) == 200 and answer["versions"][-1]["version"] == newest
+        assert len(answer["logprobs"]) == 400 and answer["versions"][-1]["version"] == newest
     assert server.complete(PROMPT)["logprobs"] != expected["logprobs"]
 
 

@@ -127,6 +127,16 @@ class SglangServer(EngineServer):
         """The same, as the response itself."""
         return self._http.post("/generate", json=generate_body(prompt, max_tokens))
 
+    def begin_completion(self, prompt: list[int], max_tokens: int, name: str) -> dict[str, Any]:
+        """A completion that ``end_completion`` ends early, from another thread: what it has by then."""
+        response = self._http.post("/generate", json={**generate_body(prompt, max_tokens), "rid": name})
+        response.raise_for_status()
+        return read_generation(response.json())
+
+    def end_completion(self, name: str) -> None:
+        """End the completion of that name."""
+        self._http.post("/abort_request", json={"rid": name}).raise_for_status()
+
     def weight_version(self) -> str:
         """SGLang's own word on its weights' version."""
         response = self._http.get("/model_info")
