@@ -126,8 +126,10 @@ class Machine:
         """
         try:
             saved = msgspec.msgpack.decode(data, type=SavedMachine)
+            machine = Machine(JobStore.restored(saved.job))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MetaServerError(f"the job's saved state cannot be read: {error}") from error
-        machine = Machine(JobStore.restored(saved.job))
+        except KeyError as error:
+            raise MetaServerError(f"the job's saved state names {error}, which is not in it") from error
         machine._replies, machine._heard = saved.replies, saved.heard
         return machine

@@ -64,6 +64,10 @@ class LoggedJob(Job):
         """Requests of this server, by the tickets of their entries."""
         self._entries = self._bytes = 0
         """Read since the last snapshot that this server knows of."""
+        self._has_put = False
+        """Whether there may be values that those who wait for one have not seen."""
+        self._progressed = asyncio.Event()
+        """Set, and replaced, when entries were applied or the state was lost; waking all who watch for less is dear."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -75,6 +79,10 @@ class LoggedJob(Job):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        super().close()
+        self._progress()
 
     def abandoned(self) -> bool:
         """Whether nobody is there and nobody has asked for anything for long."""
@@ -92,7 +100,12 @@ class LoggedJob(Job):
         return time.monotonic() + self._ahead
 
     async def current(self) -> None:
+        held = self._position.number
         number = await self._redis.last_number(self._name)
+        if number < held:
+            raise Refused(
+                "unavailable", f"job {self._name!r}: {self._redis.shown} has lost entries; they are read anew"
+            )
         await self.until_read(number)
 
     async def apply(self, request: str, message: msgspec.Struct, body: bytes, repeat_key: str) -> bytes:
@@ -121,7 +134,7 @@ class LoggedJob(Job):
             if self._trouble or self.closing or left <= 0:
                 raise self._unavailable()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+                await asyncio.wait_for(self._progressed.wait(), left)
 
     async def _append(self, request: str, body: bytes = b"", repeat_key: str = "") -> bytes:
         """What applying a new entry gives."""
@@ -136,7 +149,8 @@ class LoggedJob(Job):
             raise Refused("unavailable", f"{self._redis.shown} did not give back an entry in {STORE_S:g} s") from None
         finally:
             del self._waiting[ticket]
-            outcome.cancel()
+            if not outcome.cancel() and not outcome.cancelled():
+                outcome.exception()  # seen, though nobody may have waited for it to the end
 
     def _unavailable(self) -> Refused:
         return Refused("unavailable", f"job {self._name!r}: {self._trouble or 'its state is still being read'}")
@@ -179,6 +193,7 @@ class LoggedJob(Job):
         self._ahead = self._position.now - time.monotonic()
         self._machine, self._trouble = machine, ""
         self._view_of = (-1, self._view_of[1])
+        self._progress()
         self.wake()
 
     async def _read_more(self) -> None:
@@ -190,11 +205,18 @@ class LoggedJob(Job):
                 raise MetaServerError(f"the log does not go on from entry {self._position.number}")
         if self.gone:
             return
+        before = self.store.revision
         for logged in entries:
             self._apply(self._machine, logged)
             self._ahead = logged.now - time.monotonic()
-        if entries:
+        self._progress()
+        if self.store.revision != before or self._has_put:
+            self._has_put = False
             self.wake()
+
+    def _progress(self) -> None:
+        self._progressed.set()
+        self._progressed = asyncio.Event()
 
     def _apply(self, machine: Machine | None, logged: Logged) -> Machine:
         """Apply one entry, and tell the outcome to the request of this server that waits for it."""
@@ -207,6 +229,7 @@ class LoggedJob(Job):
         entry = msgspec.msgpack.decode(logged.entry, type=Entry)
         outcome = machine.apply(entry, logged.now)
         self._position = logged
+        self._has_put = self._has_put or entry.request == "put"
         self._entries, self._bytes = self._entries + 1, self._bytes + len(logged.entry)
         waiting = self._waiting.get(entry.ticket)
         if waiting is not None:
@@ -236,6 +259,7 @@ class LoggedJob(Job):
         self._machine, self._trouble = None, why
         for waiting in self._waiting.values():
             _settle(waiting, self._unavailable())
+        self._progress()
         self.wake()
 
     def _forget(self) -> None:

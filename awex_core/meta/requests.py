@@ -40,9 +40,6 @@ REPLIES: dict[str, type[msgspec.Struct]] = {
 
 JOINS = frozenset({"join_writer", "join_worker", "join_controller"})
 
-READS = frozenset({"watch", "get"})
-"""The requests that change nothing."""
-
 _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     name: msgspec.msgpack.Decoder(kind) for name, kind in REQUESTS.items()
 }

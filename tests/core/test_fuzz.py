@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from awex_core.checkpoint import Checkpoint
 from awex_core.commit.digest import LANES, unpack_lanes
 from awex_core.config import SyncConfig
-from awex_core.errors import ConfigError, LayoutError, TransferError
+from awex_core.errors import ConfigError, LayoutError, MetaServerError, TransferError
 from awex_core.layout import (
     Buffer,
     CanonicalTensor,
@@ -40,6 +40,8 @@ from awex_core.layout import (
 )
 from awex_core.meta import job, requests, server
 from awex_core.meta import messages as m
+from awex_core.meta.limits import Limits
+from awex_core.meta.machine import Begin, Entry, Machine
 from awex_core.options import EngineOptions
 from awex_core.session import Accept, GroupMeeting, read_value
 from awex_core.token import find_token
@@ -203,6 +205,22 @@ def test_values_of_sessions(kind: Any, valid: bytes, data: st.DataObject) -> Non
     if isinstance(value, RingAddress):
         with pytest.raises(TransferError):
             attach_ring(value)
+
+
+def _eventful() -> bytes:
+    machine = Machine.begin("j", Begin(10.0, Limits()), 0.0)
+    for request in (one for one in REQUESTS if not isinstance(one, m.Watch | m.Get)):
+        machine.apply(Entry(name_of(request), msgspec.msgpack.encode(request), "k"), 1.0)
+    return machine.saved()
+
+
+@settings(fuzz, max_examples=max(MANY // 3, 20))
+@given(st.data())
+def test_snapshots_of_a_job(data: st.DataObject) -> None:
+    body = data.draw(anything(_eventful()))
+    machine = frugal(Machine.restored, body, MetaServerError)
+    if isinstance(machine, Machine):
+        assert isinstance(machine.saved(), bytes)
 
 
 @pytest.mark.parametrize(
