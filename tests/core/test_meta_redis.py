@@ -448,28 +448,6 @@ def test_a_log_that_was_evicted_is_a_job_that_is_forgotten(serve, redis):
         assert client.watch().writers
 
 
-# Joins that come too fast
-
-
-def test_joins_are_limited_and_the_client_waits_for_its_turn(serve):
-    limits = Limits(joins_per_s=20, join_burst=2)
-    with MetaServer(TOKEN, limits=limits) as server, client_of(server) as client:
-        begin = time.monotonic()
-        for _ in range(6):
-            client.join_writer(writer())
-        assert time.monotonic() - begin > 0.15
-        client.watch()
-    with (
-        MetaServer(TOKEN, limits=Limits(joins_per_s=0.001, join_burst=1)) as server,
-        client_of(server, timeout_s=2) as client,
-    ):
-        client.join_writer(writer())
-        client.heartbeat(["w"])
-        with pytest.raises(Refused, match="joins a second") as refused:
-            client.join_writer(writer())
-        assert refused.value.code == "busy"
-
-
 # Settings
 
 
