@@ -123,10 +123,14 @@ class EngineController:
     def why_closed(self) -> str:
         """Why generation requests must be refused now; empty when they need not."""
         if self.state == "torn":
-            return f"the weights of this engine are incomplete: {self.reason}"
+            return self.why_torn()
         if self.require_version and self.version == INITIAL and not self._repaired:
             return "no trainer has published a version yet" + (f" ({self.reason})" if self.reason else "")
         return ""
+
+    def why_torn(self) -> str:
+        """Why the engine's weights cannot be used; empty when they can."""
+        return f"the weights of this engine are incomplete: {self.reason}" if self.state == "torn" else ""
 
     def status(self) -> dict[str, Any]:
         """What ``/awex/status`` shows."""

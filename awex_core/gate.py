@@ -8,9 +8,14 @@ from starlette.responses import JSONResponse
 
 from awex_core.controller import EngineController
 
+HEALTH_PATHS = ("/health", "/health_generate", "/ping")
+"""Where load balancers and people ask whether an engine can be used."""
+
 
 class Gate:
     """Answers 503 with the reason while the controller in ``app.state.awex_controller`` says that it is closed.
+
+    So do the health endpoints of a torn engine; one that waits for its first version is in good health.
 
     Subclasses list the engine's own ``control_paths``: posts to paths that
     begin so do not generate. Every other post is taken to, so that an endpoint
@@ -32,13 +37,15 @@ class Gate:
         await JSONResponse(body, status_code=503, headers={"Retry-After": "1"})(scope, receive, send)
 
     def _why_refused(self, scope: Any) -> str:
-        generates = (
-            scope["type"] == "http" and scope["method"] == "POST" and not scope["path"].startswith(self.control_paths)
-        )
-        controller: EngineController | None = None
-        if generates:
-            controller = getattr(scope["app"].state, "awex_controller", None)
-        return controller.why_closed() if controller is not None else ""
+        if scope["type"] != "http":
+            return ""
+        controller: EngineController | None = getattr(scope["app"].state, "awex_controller", None)
+        if controller is None:
+            return ""
+        if scope["path"] in HEALTH_PATHS:
+            return controller.why_torn()
+        generates = scope["method"] == "POST" and not scope["path"].startswith(self.control_paths)
+        return controller.why_closed() if generates else ""
 
 
 def add_status_route(app: Any) -> None:

@@ -74,6 +74,9 @@ class RunningEngine(Engine, Protocol):
     def status(self) -> dict[str, Any]:
         """``GET /awex/status``."""
 
+    def health(self) -> httpx.Response:
+        """``GET /health``."""
+
     def post_completion(self, prompt: list[int], max_tokens: int) -> httpx.Response:
         """A completion, as the response itself."""
 
@@ -223,10 +226,11 @@ class Site:
         assert status["state"] in ("ready", "torn"), status
         if status["state"] == "ready":
             assert self.answer() == before
+            assert self.engine.health().status_code == 200
             return "ready"
-        refused = self.engine.post_completion(PROMPT, TOKENS)
-        assert refused.status_code == 503, f"a torn engine answered {refused.status_code}: {refused.text[:500]}"
-        assert status["reason"] and status["closed"] in refused.json()["error"]["message"], refused.text[:500]
+        for refused in (self.engine.post_completion(PROMPT, TOKENS), self.engine.health()):
+            assert refused.status_code == 503, f"a torn engine answered {refused.status_code}: {refused.text[:500]}"
+            assert status["reason"] and status["closed"] in refused.json()["error"]["message"], refused.text[:500]
         assert self.version() == before.version
         return "torn"
 

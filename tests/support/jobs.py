@@ -149,6 +149,10 @@ class EngineServer:
         response.raise_for_status()
         return dict(response.json())
 
+    def health(self) -> httpx.Response:
+        """``GET /health``."""
+        return self._http.get("/health")
+
     def processes(self, *parts: str) -> list[int]:
         """Pids of the processes below it with one of ``parts`` in their name or command line."""
         import psutil
