@@ -72,13 +72,19 @@ def _add_meta_server(commands: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="SECONDS",
         help="silence after which a member is gone (default: %(default)s)",
     )
+    command.add_argument(
+        "--store",
+        metavar="URL",
+        help="redis://HOST:PORT/DB, to keep jobs where they outlive this server and other servers find them "
+        "(default: AWEX_STORE, which may hold a password, or memory)",
+    )
     command.set_defaults(run=_run_meta_server)
 
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "show a job's writers, engines and current version"
     command = commands.add_parser("status", allow_abbrev=False, help=about, description=about.capitalize() + ".")
-    command.add_argument("--meta-server", required=True, metavar="HOST:PORT")
+    command.add_argument("--meta-server", required=True, metavar="HOST:PORT[,...]")
     command.add_argument("--job", default="default", help="default: %(default)s")
     command.add_argument("--token-file", help="file with the bearer token (default: AWEX_TOKEN or AWEX_TOKEN_FILE)")
     command.add_argument("--json", action="store_true", help="print JSON")
@@ -120,10 +126,24 @@ def _run_meta_server(arguments: argparse.Namespace) -> int:
         token, path = _generate_token()
         print(f"token written to {path}; give it to clients as AWEX_TOKEN_FILE={path}", flush=True)
 
+    store = arguments.store or os.environ.get("AWEX_STORE", "")
+    if arguments.store and ("@" in arguments.store or "password" in arguments.store):
+        raise ConfigError(
+            "--store is an argument, which every user of this host can read; give a URL with a password as AWEX_STORE"
+        )
+
     def say(address: str) -> None:
         print(f"meta server listening on {address}", flush=True)
 
-    serve(arguments.host, arguments.port, token, lease_s=arguments.lease, on_listening=say, tls=Tls.from_env())
+    serve(
+        arguments.host,
+        arguments.port,
+        token,
+        lease_s=arguments.lease,
+        on_listening=say,
+        tls=Tls.from_env(),
+        store=store,
+    )
     return 0
 
 

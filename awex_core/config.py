@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from awex_core.commit.modes import ReceiveMode, ShadowFallback, SnapshotMode, VerifyMode
 from awex_core.errors import ConfigError
+from awex_core.meta.addresses import split_addresses
 from awex_core.meta.tls import Tls
 from awex_core.pairing import TransportName
 from awex_core.token import require_token
@@ -43,7 +44,7 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
 class SyncConfig:
     """How one process takes part in weight syncs.
 
-    ``meta_server`` is HOST:PORT. ``token`` is the meta server's bearer token;
+    ``meta_server`` is HOST:PORT, or several with commas between. ``token`` is the meta server's bearer token;
     it comes from ``AWEX_TOKEN`` or the file named by ``AWEX_TOKEN_FILE`` and is
     never shown. Times are in seconds, sizes in bytes.
     """
@@ -75,9 +76,7 @@ class SyncConfig:
     """Folder that a torn engine loads when neither a trainer nor another engine can repair it; empty for none."""
 
     def __post_init__(self) -> None:
-        host, _, port = self.meta_server.rpartition(":")
-        if not host or not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 1 << 16):
-            raise ConfigError(f"meta server address {self.meta_server!r} is not HOST:PORT, for example 127.0.0.1:8900")
+        split_addresses(self.meta_server)
         _check_choice("transport", self.transport, get_args(TransportName))
         _check_choice("verify", self.verify, get_args(VerifyMode))
         _check_choice("snapshot", self.snapshot, get_args(SnapshotMode))

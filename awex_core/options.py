@@ -80,7 +80,7 @@ def add_flags(parser: Any, backend_action: str | type[argparse.Action] = "store"
     """
     group = parser.add_argument_group(title="awex", description="Follow a trainer's weights.")
     group.add_argument("--weight-sync-backend", choices=["awex"], default=None, action=backend_action)
-    group.add_argument("--weight-sync-meta-server", default=None, metavar="HOST:PORT")
+    group.add_argument("--weight-sync-meta-server", default=None, metavar="HOST:PORT[,...]")
     group.add_argument("--weight-sync-job", default=None, help="job name, the same as the trainer's")
     group.add_argument("--weight-sync-engine", default=None, help="this engine's name in the job")
     group.add_argument(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from awex_core.errors import ConfigError
+from awex_core.meta.addresses import split_addresses
 from awex_core.meta.messages import Process
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def this_process(config: SyncConfig, device: str = "cpu") -> Process:
     """Describe this process, with a fresh incarnation.
 
     Args:
-        config: its settings; the address we use towards the meta server is the one our peers can use towards us.
+        config: its settings; the address we use towards the (first) meta server is the one our peers can use.
         device: the device our weights live on, unique on this host (``cpu``, or a GPU's UUID).
     """
     return Process(
@@ -46,8 +47,8 @@ def host_identity() -> str:
 
 
 def local_address(meta_server: str) -> str:
-    """The local IP address that packets to the meta server leave from."""
-    host, _, port = meta_server.rpartition(":")
+    """The local IP address that packets to the (first) meta server leave from."""
+    host, _, port = split_addresses(meta_server)[0].rpartition(":")
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:

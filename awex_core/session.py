@@ -41,6 +41,7 @@ from awex_core.plan import (
 )
 from awex_core.transfer import group, shm, shm_staged
 from awex_core.transfer.base import Deadline, Progress, Receiver, Sender
+from awex_core.transfer.proof import SECRET_NBYTES, draw_secret
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,11 @@ _Value = TypeVar("_Value")
 
 
 class GroupMeeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The store at which a transfer group meets."""
+    """The store at which a transfer group meets, and the secret by which its members know each other."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_NBYTES, max_length=SECRET_NBYTES)]
 
 
 def read_value(data: bytes, kind: type[_Value], whose: str) -> _Value:
@@ -320,8 +322,9 @@ class WriterSession:
         if self.rank == 0:
             host = writers[0].process.address
             self._store = group.host_store(host, len(writers) + len(workers), deadline)
-            client.put(path, msgspec.msgpack.encode(GroupMeeting(host, self._store.port)))
-            return group.GroupAddress(host, self._store.port, len(writers), len(workers))
+            meeting = GroupMeeting(host, self._store.port, draw_secret())
+            client.put(path, msgspec.msgpack.encode(meeting))
+            return group.GroupAddress(host, meeting.port, len(writers), len(workers), meeting.secret)
         return meeting_point(client, self.key, len(writers), len(workers), deadline)
 
     def send(self, progress: Progress, deadline: Deadline, only: Sequence[str] = ()) -> None:
@@ -492,4 +495,4 @@ def meeting_point(
     what = "writer rank 0 to open the transfer group"
     value = wait_for_value(client, session, session.path("group"), what, deadline)
     store = read_value(value, GroupMeeting, "writer rank 0")
-    return group.GroupAddress(store.host, store.port, writers, workers)
+    return group.GroupAddress(store.host, store.port, writers, workers, store.secret)

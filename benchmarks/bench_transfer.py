@@ -16,6 +16,7 @@ from awex_core.commit.digest import digest_program
 from awex_core.transfer import group, shm_staged
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.group import Group, GroupAddress, GroupReceiver, GroupSender, host_store
+from awex_core.transfer.proof import SECRET_NBYTES
 from awex_core.transfer.shm import ShmExport, ShmReceiver
 from awex_core.transfer.shm_staged import Ring, StagedEnd, attach_ring, ring_slot_nbytes
 from benchmarks.pieces import MIB, Pair, allocate, expert_pair
@@ -128,7 +129,7 @@ def join_group(peer: Peer, *, writing: bool, deadline: Deadline) -> tuple[Group,
         port = store.port
     else:
         port = peer.ask()
-    address = GroupAddress("127.0.0.1", port, writers=1, workers=1)
+    address = GroupAddress("127.0.0.1", port, writers=1, workers=1, secret=bytes(SECRET_NBYTES))
     return Group(address, 0 if writing else 1, torch.device("cpu"), "127.0.0.1", deadline), store
 
 

@@ -20,8 +20,9 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from awex_core.errors import ConfigError, Fenced, MetaServerError, Refused, SyncTimeout, Unauthorized, Unreachable
+from awex_core.errors import Fenced, MetaServerError, Refused, SyncTimeout, Unauthorized, Unreachable
 from awex_core.layout import content_hash
+from awex_core.meta.addresses import split_addresses
 from awex_core.meta.messages import (
     Announce,
     AskCopy,
@@ -80,19 +81,21 @@ _log = logging.getLogger(__name__)
 class MetaClient:
     """One job on one meta server.
 
-    ``address`` is ``HOST:PORT``; ``timeout_s`` bounds each call, retries included.
+    ``address`` is ``HOST:PORT``, or several with commas between, of servers that share a store: when one does not
+    answer, the next one is asked. ``timeout_s`` bounds each call, retries included.
     With ``tls`` both ends show certificates. A refusal raises ``Unauthorized``,
     ``Fenced`` or ``Refused`` (a ``MetaServerError`` whose ``code`` is that of the
     ``ErrorReply``); silence, and a certificate that is not trusted, raise ``Unreachable``.
     """
 
     def __init__(self, address: str, job: str, token: str, *, timeout_s: float = 30.0, tls: Tls | None = None) -> None:
-        if ":" not in address or "/" in address:
-            raise ConfigError(f"meta server address {address!r} is not HOST:PORT, for example 10.0.0.1:7790")
         self.address = address
+        self._addresses = split_addresses(address)
+        self._asked = 0
+        """Which of them is asked."""
         self.job = job
         self._timeout_s, self._tls = timeout_s, tls
-        self._url = f"{'https' if tls else 'http'}://{address}/v1/jobs/{quote(job, safe='')}"
+        self._path = f"/v1/jobs/{quote(job, safe='')}"
         self._http = httpx.Client(
             verify=tls.client_context() if tls else False,
             headers={"authorization": f"Bearer {token}"},
@@ -363,25 +366,56 @@ class MetaClient:
         """Send until there is an answer or ``limit_s`` is over; the server may hold it back for ``wait_s`` of that."""
         limit_s = self._timeout_s + wait_s if limit_s is None else limit_s
         end = time.monotonic() + limit_s
-        pause = _Backoff()
+        pause, tried = _Backoff(), 0
+        put_off: MetaServerError | None = None
         while True:
+            asked = self._asked
             left = max(end - time.monotonic(), 0.001)
             timeout = httpx.Timeout(min(left, wait_s + REPLY_S), connect=min(left, CONNECT_S))
             try:
                 response = self._http.request(
-                    method, self._url + path, content=content, headers=headers, timeout=timeout
+                    method, self._url(asked) + path, content=content, headers=headers, timeout=timeout
                 )
             except httpx.TransportError as error:
-                if once or _is_final(error) or not pause.sleep(end):
-                    raise Unreachable(self._silence(limit_s, error)) from error
+                self._turn_from(asked)
+                tried += 1
+                if once or _is_final(error) or not self._again(tried, pause, end):
+                    # The last attempt may have had no time: what a server said before that tells more.
+                    raise put_off or Unreachable(self._silence(asked, limit_s, error)) from error
                 continue
             if response.is_success or (missing_ok and response.status_code == 404):
                 return response
-            raise _refusal(response, self.address)
+            put_off = _refusal(response, self._addresses[asked])
+            code = put_off.code if isinstance(put_off, Refused) else ""
+            if code == "unavailable":
+                self._turn_from(asked)
+                tried += 1
+                put_off = Unreachable(
+                    f"meta server {self._addresses[asked]} could not serve within {limit_s:g} s: {put_off}"
+                )
+                again = not once and self._again(tried, pause, end)
+            else:
+                again = code == "busy" and not once and pause.sleep(end)
+            if not again:
+                raise put_off
 
-    def _silence(self, limit_s: float, error: httpx.TransportError) -> str:
+    def _url(self, asked: int) -> str:
+        return f"{'https' if self._tls else 'http'}://{self._addresses[asked]}{self._path}"
+
+    def _turn_from(self, asked: int) -> None:
+        """Ask the next server from now on, unless another thread has turned away already."""
+        if self._asked == asked:
+            self._asked = (asked + 1) % len(self._addresses)
+
+    def _again(self, tried: int, pause: _Backoff, end: float) -> bool:
+        """Whether there is time for another attempt; pauses once all servers have been asked."""
+        if tried % len(self._addresses):
+            return time.monotonic() < end
+        return pause.sleep(end)
+
+    def _silence(self, asked: int, limit_s: float, error: httpx.TransportError) -> str:
         told = (
-            f"meta server {self.address} did not answer within {limit_s:g} s ({_cause(error)});"
+            f"meta server {self._addresses[asked]} did not answer within {limit_s:g} s ({_cause(error)});"
             " check --weight-sync-meta-server, and that `awex meta-server` runs there and is reachable"
         )
         if self._tls is not None:

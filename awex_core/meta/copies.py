@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from awex_core.errors import Refused
 from awex_core.meta.engines import Engine
 from awex_core.meta.limits import MAX_WAIT_S
 from awex_core.meta.members import describe
 from awex_core.meta.messages import AskCopy, CopyView, Lend, WorkerInfo, WriterInfo
 from awex_core.meta.pulse import Pulse
-from awex_core.meta.sync import Sync
+from awex_core.meta.sync import SavedSync, Sync, restore_sync, save_sync
 from awex_core.version import Version
 
 
@@ -33,6 +35,19 @@ class Copy:
     def view(self, now: float) -> CopyView:
         lenders = [self.lenders[rank] for rank in sorted(self.lenders)]
         return CopyView(source=self.source, number=self.number, lenders=lenders, sync=self.sync.view(now))
+
+
+class SavedCopy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: str
+    target: str
+    number: int
+    sync: SavedSync
+    lenders: dict[int, WriterInfo]
+
+
+class SavedCopies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    copies: list[SavedCopy]
+    count: int
 
 
 class Copies:
@@ -130,6 +145,26 @@ class Copies:
     def deadlines(self) -> list[float]:
         """Of all that are on their way."""
         return [copy.sync.deadline for copy in self._by_target.values() if copy.sync.state != "done"]
+
+    def saved(self) -> SavedCopies:
+        copies = [
+            SavedCopy(
+                source=copy.source,
+                target=copy.target,
+                number=copy.number,
+                sync=save_sync(copy.sync),
+                lenders=copy.lenders,
+            )
+            for copy in self._by_target.values()
+        ]
+        return SavedCopies(copies=copies, count=self._count)
+
+    def restore(self, saved: SavedCopies) -> None:
+        """Take back what was saved; the engines must have been restored before."""
+        self._count = saved.count
+        for one in saved.copies:
+            sync = restore_sync(one.sync, {one.target: self._engines[one.target]}, self._pulse)
+            self._by_target[one.target] = Copy(one.source, one.target, one.number, sync, one.lenders)
 
 
 def _why_not(engine: Engine, newest: Version) -> str:

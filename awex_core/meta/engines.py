@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import msgspec
+
 from awex_core.errors import Refused
 from awex_core.meta.limits import MAX_REASON
 from awex_core.meta.members import AnySeat, Members, Seat, describe, where
@@ -60,6 +62,20 @@ class Engine:
             controller=elected.incarnation if elected else "",
             workers=[self.workers[rank].info for rank in sorted(self.workers) if not self.workers[rank].gone],
         )
+
+
+class SavedEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine, with the incarnations of its workers by rank and of its controller."""
+
+    name: str
+    world: int
+    controlled: bool
+    workers: dict[int, str]
+    controller: str | None
+    state: EngineState
+    version: Version
+    reason: str
+    generation: int
 
 
 class Engines:
@@ -127,6 +143,37 @@ class Engines:
             if engine.controller:
                 self._members.controllers.pop(engine.controller.incarnation, None)
             self._pulse.changed()
+
+    def saved(self) -> list[SavedEngine]:
+        return [
+            SavedEngine(
+                name=engine.name,
+                world=engine.world,
+                controlled=engine.controlled,
+                workers={rank: seat.incarnation for rank, seat in engine.workers.items()},
+                controller=engine.controller.incarnation if engine.controller else None,
+                state=engine.state,
+                version=engine.version,
+                reason=engine.reason,
+                generation=engine.generation,
+            )
+            for engine in self.by_name.values()
+        ]
+
+    def restore(self, saved: list[SavedEngine]) -> None:
+        """Take back what was saved; the members must have been restored before."""
+        for one in saved:
+            self.by_name[one.name] = Engine(
+                name=one.name,
+                world=one.world,
+                controlled=one.controlled,
+                workers={rank: self._members.workers[name] for rank, name in one.workers.items()},
+                controller=None if one.controller is None else self._members.controllers[one.controller],
+                state=one.state,
+                version=one.version,
+                reason=one.reason,
+                generation=one.generation,
+            )
 
     def _unseat(self, engine: Engine, seat: Seat[WorkerInfo], by: WorkerInfo) -> str:
         reason = f"{describe(seat.info)} was replaced by {describe(by)}"

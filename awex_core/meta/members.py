@@ -37,6 +37,15 @@ class Seat(Generic[Info]):
 AnySeat: TypeAlias = Seat[WriterInfo] | Seat[WorkerInfo] | Seat[JoinController]
 
 
+class SavedMembers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All seats by incarnation and all fences, each in the order it was made."""
+
+    writers: dict[str, Seat[WriterInfo]]
+    workers: dict[str, Seat[WorkerInfo]]
+    controllers: dict[str, Seat[JoinController]]
+    fences: list[tuple[Role, str, str]]
+
+
 class Fences:
     """Who has been replaced, and by whom. Bounded: the oldest are forgotten."""
 
@@ -56,6 +65,12 @@ class Fences:
         reason = self._reasons.get((role, key))
         if reason is not None:
             raise Fenced(reason)
+
+    def saved(self) -> list[tuple[Role, str, str]]:
+        return [(role, key, reason) for (role, key), reason in self._reasons.items()]
+
+    def restore(self, saved: list[tuple[Role, str, str]]) -> None:
+        self._reasons = {(role, key): reason for role, key, reason in saved}
 
 
 class Members:
@@ -124,6 +139,23 @@ class Members:
         for seat in seats:
             seat.until = now + self.lease_s
         return True
+
+    def renew_all(self, now: float) -> None:
+        """A full lease for everyone who is there."""
+        for seat in self:
+            if not seat.gone:
+                seat.until = max(seat.until, now + self.lease_s)
+
+    # Keeping
+
+    def saved(self) -> SavedMembers:
+        return SavedMembers(
+            writers=self.writers, workers=self.workers, controllers=self.controllers, fences=self.fences.saved()
+        )
+
+    def restore(self, saved: SavedMembers) -> None:
+        self.writers, self.workers, self.controllers = saved.writers, saved.workers, saved.controllers
+        self.fences.restore(saved.fences)
 
     # What is checked before a member gets a seat
 

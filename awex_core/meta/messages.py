@@ -365,7 +365,10 @@ class Ok(_Message, frozen=True):
 
 
 class ErrorReply(_Message, frozen=True):
-    """The body of every answer that is not a success. ``code`` picks the exception the client raises."""
+    """The body of every answer that is not a success. ``code`` picks the exception the client raises.
 
-    code: Literal["unauthorized", "fenced", "invalid", "unknown", "too_large"]
+    ``busy`` and ``unavailable`` pass: the client asks again.
+    """
+
+    code: Literal["unauthorized", "fenced", "invalid", "unknown", "too_large", "busy", "unavailable"]
     message: str

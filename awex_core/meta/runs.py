@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from awex_core.errors import Refused
 from awex_core.meta.members import Members, Seat, describe, where
 from awex_core.meta.messages import Forming, WriterInfo
@@ -24,6 +26,19 @@ class Run:
     def absent(self) -> str:
         """Who of this run is gone and why; empty when all are there."""
         return next((f"{describe(s.info)} {s.gone}" for s in self.seats.values() if s.gone), "")
+
+
+class SavedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run, with the incarnation of each rank that has joined."""
+
+    run: str
+    world: int
+    seats: dict[int, str]
+
+
+class SavedRuns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    active: SavedRun | None
+    forming: SavedRun | None
 
 
 class Runs:
@@ -77,6 +92,22 @@ class Runs:
         """What the forming run is still missing."""
         run = self.forming
         return Forming(run=run.run, world=run.world, missing=run.missing()) if run else None
+
+    def saved(self) -> SavedRuns:
+        def one(run: Run | None) -> SavedRun | None:
+            seats = {rank: seat.incarnation for rank, seat in run.seats.items()} if run else {}
+            return SavedRun(run=run.run, world=run.world, seats=seats) if run else None
+
+        return SavedRuns(active=one(self.active), forming=one(self.forming))
+
+    def restore(self, saved: SavedRuns) -> None:
+        """Take back what was saved; the members must have been restored before."""
+
+        def one(run: SavedRun | None) -> Run | None:
+            seats = {rank: self._members.writers[name] for rank, name in run.seats.items()} if run else {}
+            return Run(run.run, run.world, seats) if run else None
+
+        self.active, self.forming = one(saved.active), one(saved.forming)
 
     def _start_forming(self, info: WriterInfo) -> Run:
         """A new run takes the place of one that never became complete."""

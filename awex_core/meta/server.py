@@ -3,9 +3,10 @@
     POST /v1/jobs/{job}/{request}       one request of ``messages``, by its snake_case name
     PUT, GET, HEAD /v1/jobs/{job}/blobs/{hash}   raw bytes, named by their ``content_hash``
     GET  /v1/jobs/{job}                 the job in JSON, for people
-    GET  /health                        no token needed
+    GET  /health, /v1/openapi.json      no token needed
 
-Everything is in memory. After a restart members are told to join again, and do.
+Everything is in memory, and after a restart members are told to join again, and do; or jobs are kept in a
+store, from which any number of servers serve them, and a restarted one goes on (``replicated``).
 """
 
 from __future__ import annotations
@@ -14,15 +15,13 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import math
 import re
 import socket
 import ssl
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import uvicorn
@@ -34,9 +33,11 @@ from starlette.routing import Route
 from awex_core.errors import ConfigError, Fenced, MetaServerError, Refused
 from awex_core.layout import content_hash
 from awex_core.meta import messages
+from awex_core.meta.job import Job, Jobs, MemoryJobs
 from awex_core.meta.limits import Limits
-from awex_core.meta.messages import ErrorReply, Get, GetReply, Watch
-from awex_core.meta.store import JobStore
+from awex_core.meta.messages import ErrorReply
+from awex_core.meta.openapi import BLOB_PATTERN, JOB_PATTERN, STATUS_OF, describe
+from awex_core.meta.requests import JOINS, REQUESTS, decode_request
 from awex_core.meta.tls import Tls
 
 DEFAULT_LEASE_S = 10.0
@@ -46,42 +47,9 @@ DEFAULT_MAX_BODY = 128 << 20
 MAX_MESSAGE = 16 << 20
 """Largest msgpack body, in bytes."""
 
-MAX_WAIT_S = 60.0
-"""Longest a ``watch`` or ``get`` is held open, in seconds."""
+_JOB_NAME = re.compile(JOB_PATTERN)
+_BLOB_NAME = re.compile(BLOB_PATTERN)
 
-MAX_JOBS = 64
-KEPT_REPLIES = 4096
-"""How many replies a job remembers, to answer a request that a client had to repeat."""
-
-REUSED_VIEW_S = 0.05
-"""How long one encoded view serves all who watch the same revision, in seconds."""
-
-STATUS_OF = {"unauthorized": 401, "unknown": 404, "fenced": 409, "too_large": 413, "invalid": 400}
-
-_JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_BLOB_NAME = re.compile(r"[0-9a-f]{32}")
-
-_JOINS = frozenset({"join_writer", "join_worker", "join_controller"})
-_REQUESTS: dict[str, type[msgspec.Struct]] = {
-    "join_writer": messages.JoinWriter,
-    "join_worker": messages.JoinWorker,
-    "join_controller": messages.JoinController,
-    "heartbeat": messages.Heartbeat,
-    "leave": messages.Leave,
-    "watch": messages.Watch,
-    "announce": messages.Announce,
-    "publish_digest": messages.PublishDigest,
-    "report_worker": messages.ReportWorker,
-    "report_engine": messages.ReportEngine,
-    "report_sender": messages.ReportSender,
-    "supersede": messages.Supersede,
-    "set_engine_state": messages.SetEngineState,
-    "ask_copy": messages.AskCopy,
-    "lend": messages.Lend,
-    "put": messages.Put,
-    "get": messages.Get,
-}
-_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in _REQUESTS.items()}
 _encode = msgspec.msgpack.encode
 
 _Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -89,116 +57,23 @@ _Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 _log = logging.getLogger(__name__)
 
 
-class _Job:
-    """A store, and those who wait for it to change."""
-
-    def __init__(self, name: str, lease_s: float, limits: Limits | None) -> None:
-        # Wall-clock milliseconds: the revisions of a restarted server do not repeat those of the one before.
-        self.store = JobStore(name, lease_s=lease_s, limits=limits, first_revision=time.time_ns() // 1_000_000)
-        self.closing = False
-        self._changed = asyncio.Event()
-        self._replies: OrderedDict[str, bytes] = OrderedDict()
-        self._view = b""
-        self._view_of = (-1, -math.inf)
-
-    def wake(self) -> None:
-        """Everyone who waits looks again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def close(self) -> None:
-        self.closing = True
-        self.wake()
-
-    def tick(self, now: float) -> None:
-        if self.store.tick(now):
-            self.wake()
-
-    def apply(self, request: str, message: msgspec.Struct, repeat_key: str) -> bytes:
-        """The encoded reply; that of the first time when ``repeat_key`` has been seen before."""
-        if repeat_key in self._replies:
-            return self._replies[repeat_key]
-        before = self.store.revision
-        try:
-            reply = _encode(getattr(self.store, request)(message, time.monotonic()))
-        finally:
-            # A refused request may still have found that a lease had lapsed.
-            if self.store.revision != before or request == "put":
-                self.wake()
-        if repeat_key:
-            self._replies[repeat_key] = reply
-            while len(self._replies) > KEPT_REPLIES:
-                self._replies.popitem(last=False)
-        return reply
-
-    async def watch(self, message: Watch) -> bytes:
-        # "Differs", not "has passed": the watcher's revision may be from before a restart.
-        await self._wait(lambda: self.store.revision != message.since, message.wait_s)
-        return self._encoded_view()
-
-    async def get(self, message: Get) -> bytes:
-        def value() -> bytes | None:
-            return self.store.get(message, time.monotonic()).value
-
-        await self._wait(lambda: value() is not None, message.wait_s)
-        return _encode(GetReply(value=value()))
-
-    async def _wait(self, ready: Callable[[], bool], wait_s: float) -> None:
-        """Until ``ready`` holds, the time is over or the server stops."""
-        end = time.monotonic() + (min(wait_s, MAX_WAIT_S) if wait_s > 0 else 0.0)
-        while not self.closing and not ready():
-            left = end - time.monotonic()
-            if left <= 0:
-                return
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
-
-    def _encoded_view(self) -> bytes:
-        """Encoded once for all who wake at the same change; ``remaining_s`` may be old by ``REUSED_VIEW_S``."""
-        now = time.monotonic()
-        revision, made = self._view_of
-        if revision != self.store.revision or now - made > REUSED_VIEW_S:
-            self._view = _encode(self.store.view(now))
-            self._view_of = (self.store.revision, now)
-        return self._view
-
-
 class _Service:
     """The routes. Every answer that is not a success is an ``ErrorReply``."""
 
-    def __init__(self, token: str, lease_s: float, max_body: int, limits: Limits | None) -> None:
+    def __init__(self, token: str, max_body: int, jobs: Jobs) -> None:
         self._expected = f"Bearer {token}".encode()
-        self._lease_s = lease_s
         self._max_body = max_body
-        self._limits = limits
-        self._jobs: dict[str, _Job] = {}
-        self._closing = False
+        self._jobs = jobs
 
     def routes(self) -> list[Route]:
         return [
             Route("/health", _health, methods=["GET"]),
+            Route("/v1/openapi.json", _description, methods=["GET"]),
             Route("/v1/jobs/{job}", self._guarded(self._status), methods=["GET"]),
             Route("/v1/jobs/{job}/{request}", self._guarded(self._request), methods=["POST"]),
             Route("/v1/jobs/{job}/blobs/{hash}", self._guarded(self._put_blob), methods=["PUT"]),
             Route("/v1/jobs/{job}/blobs/{hash}", self._guarded(self._get_blob), methods=["GET", "HEAD"]),
         ]
-
-    def close(self) -> None:
-        """Answer everyone who waits, so that the server can stop at once."""
-        self._closing = True
-        for job in self._jobs.values():
-            job.close()
-
-    async def keep_time(self) -> None:
-        """Apply leases and time limits, and forget jobs that everyone has left."""
-        while True:
-            await asyncio.sleep(min(0.5, self._lease_s / 10))
-            now = time.monotonic()
-            for name, job in list(self._jobs.items()):
-                job.tick(now)
-                if job.store.abandoned(now):
-                    job.close()
-                    del self._jobs[name]
 
     def _guarded(self, handler: _Handler) -> _Handler:
         """Check the token and the job's name first, and turn refusals into replies."""
@@ -220,36 +95,21 @@ class _Service:
             what = "wrong bearer token" if given else "no bearer token"
             raise Refused("unauthorized", f"{what}; give clients the server's token (AWEX_TOKEN or AWEX_TOKEN_FILE)")
 
-    def _job(self, request: Request, *, create: bool) -> _Job:
-        name = request.path_params["job"]
-        job = self._jobs.get(name)
-        if job is not None:
-            return job
-        if not create:
-            raise Refused(
-                "unknown", f"unknown job {name!r}: nobody has joined it; check --weight-sync-job on both sides"
-            )
-        if len(self._jobs) >= MAX_JOBS:
-            raise Refused("too_large", f"{len(self._jobs)} jobs already; start another meta server for job {name!r}")
-        self._jobs[name] = _Job(name, self._lease_s, self._limits)
-        return self._jobs[name]
+    async def _job(self, request: Request, *, create: bool) -> Job:
+        return await self._jobs.find(request.path_params["job"], create=create)
 
     async def _request(self, request: Request) -> Response:
         name = request.path_params["request"]
-        decoder = _DECODERS.get(name)
-        if decoder is None:
+        if name not in REQUESTS:
             raise Refused("unknown", f"unknown request {name!r}; client and server must be of the same release")
         # Known before its body is read; after that only so that a refused join leaves no job behind.
-        create = name in _JOINS
+        create = name in JOINS
         if not create:
-            self._job(request, create=False)
-        message = _decode(decoder, request, await self._body(request, min(MAX_MESSAGE, self._max_body)))
-        job = self._job(request, create=create)
-        if isinstance(message, Watch):
-            return _msgpack(await job.watch(message))
-        if isinstance(message, Get):
-            return _msgpack(await job.get(message))
-        return _msgpack(job.apply(name, message, request.headers.get("idempotency-key", "")[:64]))
+            await self._job(request, create=False)
+        body = await self._body(request, min(MAX_MESSAGE, self._max_body))
+        message = _decode(name, request, body)
+        job = await self._job(request, create=create)
+        return _msgpack(await job.request(name, message, body, request.headers.get("idempotency-key", "")[:64]))
 
     async def _put_blob(self, request: Request) -> Response:
         name = _blob_name(request)
@@ -258,18 +118,18 @@ class _Service:
         if found != name:
             raise Refused("invalid", f"the body of {len(data)} bytes has the hash {found}, not {name}")
         # A writer puts its layout before it joins, so this may be the first that is heard of a job.
-        self._job(request, create=True).store.put_blob(name, data, time.monotonic())
+        await (await self._job(request, create=True)).put_blob(name, data)
         return _msgpack(_encode(messages.Ok()))
 
     async def _get_blob(self, request: Request) -> Response:
-        name, store = _blob_name(request), self._job(request, create=False).store
+        name, job = _blob_name(request), await self._job(request, create=False)
         if request.method == "HEAD":
-            return Response(status_code=200 if store.has_blob(name, time.monotonic()) else 404)
-        return Response(store.get_blob(name), media_type="application/octet-stream")
+            return Response(status_code=200 if await job.has_blob(name) else 404)
+        return Response(await job.get_blob(name), media_type="application/octet-stream")
 
     async def _status(self, request: Request) -> Response:
-        store = self._job(request, create=False).store
-        return Response(msgspec.json.encode(store.status(time.monotonic())), media_type="application/json")
+        job = await self._job(request, create=False)
+        return Response(msgspec.json.encode(await job.status()), media_type="application/json")
 
     async def _body(self, request: Request, limit: int) -> bytes:
         """The body, given up on as soon as it is known to pass ``limit`` bytes."""
@@ -291,20 +151,41 @@ def create_app(
     lease_s: float = DEFAULT_LEASE_S,
     max_body: int = DEFAULT_MAX_BODY,
     limits: Limits | None = None,
+    store: str = "",
 ) -> Starlette:
-    """The ASGI application. ``app.state.close()`` answers all long polls, before a shutdown."""
+    """The ASGI application. ``app.state.close()`` answers all long polls, before a shutdown.
+
+    Raises:
+        ConfigError: a setting is wrong, or ``store``, the URL of a Redis, cannot be used.
+    """
     _check_settings(token, lease_s)
-    service = _Service(token, lease_s, max_body, limits)
+    limits = limits or Limits()
+    jobs = _open_store(store, lease_s, limits) if store else MemoryJobs(lease_s, limits)
+    service = _Service(token, max_body, jobs)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        clock = asyncio.create_task(service.keep_time())
+        clock = asyncio.create_task(jobs.keep_time())
         yield
         clock.cancel()
+        await jobs.stop()
 
     app = Starlette(routes=service.routes(), lifespan=lifespan)
-    app.state.close = service.close
+    app.state.close = jobs.close
     return app
+
+
+def _open_store(url: str, lease_s: float, limits: Limits) -> Jobs:
+    try:
+        import redis  # noqa: F401 - an extra, which only servers with a store need
+    except ImportError as error:
+        raise ConfigError("a store needs the package redis: pip install awex-plugins[redis]") from error
+    from awex_core.meta.redis_store import RedisStore
+    from awex_core.meta.replicated import LoggedJobs
+
+    redis_store = RedisStore(url)
+    redis_store.check()
+    return LoggedJobs(redis_store, lease_s, limits)
 
 
 class MetaServer:
@@ -324,9 +205,10 @@ class MetaServer:
         max_body: int = DEFAULT_MAX_BODY,
         limits: Limits | None = None,
         tls: Tls | None = None,
+        store: str = "",
     ) -> None:
         context = tls.server_context() if tls else None
-        app = create_app(token, lease_s=lease_s, max_body=max_body, limits=limits)
+        app = create_app(token, lease_s=lease_s, max_body=max_body, limits=limits, store=store)
         self._socket = _listen(host, port)
         self._bound: tuple[str, int] = self._socket.getsockname()[:2]
         self._server = _Uvicorn(app, context)
@@ -356,7 +238,7 @@ class MetaServer:
         return self
 
     def stop(self) -> None:
-        """Stop answering, and forget everything. Safe to call twice."""
+        """Stop answering, and forget everything that is not in a store. Safe to call twice."""
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join()
@@ -377,9 +259,10 @@ def serve(
     lease_s: float = DEFAULT_LEASE_S,
     on_listening: Callable[[str], None] | None = None,
     tls: Tls | None = None,
+    store: str = "",
 ) -> None:
     """Serve until a signal ends it; ``on_listening`` is told the address once clients may connect."""
-    server = MetaServer(token, host=host, port=port, lease_s=lease_s, tls=tls)
+    server = MetaServer(token, host=host, port=port, lease_s=lease_s, tls=tls, store=store)
     if on_listening is not None:
         on_listening(server.address)
     server.run()
@@ -435,16 +318,19 @@ def _blob_name(request: Request) -> str:
     return name
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], request: Request, body: bytes) -> msgspec.Struct:
+def _decode(name: str, request: Request, body: bytes) -> msgspec.Struct:
     try:
-        message: msgspec.Struct = decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused("invalid", f"POST {request.url.path}: body of {len(body)} bytes: {error}") from error
-    return message
+        return decode_request(name, body)
+    except Refused as refusal:
+        raise Refused(refusal.code, f"POST {request.url.path}: {refusal}") from refusal
 
 
 async def _health(_: Request) -> Response:
     return Response(b'{"status":"ok"}', media_type="application/json")
+
+
+async def _description(_: Request) -> Response:
+    return Response(msgspec.json.encode(describe()), media_type="application/json")
 
 
 def _msgpack(body: bytes, status: int = 200) -> Response:

@@ -1,7 +1,7 @@
 """One job's state: who is there, which version is on its way, and what became of it.
 
 ``JobStore`` is a pure state machine: no clock, no network, no tasks. Every method
-takes ``now``, a monotonic time in seconds, and first applies what has lapsed by
+takes ``now``, a time in seconds that never goes back, and first applies what has lapsed by
 then, so the outcome does not depend on when ``tick`` happens to be called.
 
 A request that is refused raises ``Fenced`` (someone newer has taken the caller's
@@ -15,10 +15,10 @@ import math
 import msgspec
 
 from awex_core.errors import Fenced, Refused
-from awex_core.meta.copies import Copies
-from awex_core.meta.engines import LEASES_UNTIL_DROPPED, Engine, Engines
+from awex_core.meta.copies import Copies, SavedCopies
+from awex_core.meta.engines import LEASES_UNTIL_DROPPED, Engine, Engines, SavedEngine
 from awex_core.meta.limits import MAX_WAIT_S, Limits
-from awex_core.meta.members import AnySeat, Members, describe
+from awex_core.meta.members import AnySeat, Members, SavedMembers, describe
 from awex_core.meta.messages import (
     Announce,
     AskCopy,
@@ -48,14 +48,30 @@ from awex_core.meta.messages import (
     WriterInfo,
 )
 from awex_core.meta.pulse import Pulse
-from awex_core.meta.runs import Runs
+from awex_core.meta.runs import Runs, SavedRuns
 from awex_core.meta.sync import Sync
 from awex_core.meta.values import Blobs, Keys
-from awex_core.meta.versions import Versions, check_version
+from awex_core.meta.versions import SavedVersions, Versions, check_version
 from awex_core.version import Version
 
 HOUSEKEEPING_S = 30.0
 """How often unreferenced blobs are looked for when nothing else is due."""
+
+
+class SavedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a ``JobStore`` knows, except blobs."""
+
+    name: str
+    lease_s: float
+    limits: Limits
+    pulse: Pulse
+    members: SavedMembers
+    runs: SavedRuns
+    engines: list[SavedEngine]
+    versions: SavedVersions
+    copies: SavedCopies
+    keys: dict[str, tuple[bytes, float]]
+    used: float
 
 
 class JobStore:
@@ -101,8 +117,7 @@ class JobStore:
 
     def abandoned(self, now: float) -> bool:
         """True when no member is there and nobody has asked for anything for as long as idle blobs are kept."""
-        nobody = all(seat.gone for seat in self._members)
-        return nobody and now - self._used >= self._limits.blob_idle_s
+        return not self.has_members() and now - self._used >= self._limits.blob_idle_s
 
     # Joining and leaving
 
@@ -315,7 +330,56 @@ class JobStore:
         """Whether a blob is here. Asking keeps it, so that a member may join with it next."""
         return self._blobs.touch(name, now)
 
+    def blobs_in_use(self) -> set[str]:
+        """Hashes of the blobs that live members point at."""
+        return self._members.blobs()
+
+    # Keeping
+
+    def saved(self) -> SavedJob:
+        """The whole state but blobs. It shares memory with the store: encode it before the next request."""
+        return SavedJob(
+            name=self.name,
+            lease_s=self.lease_s,
+            limits=self._limits,
+            pulse=self._pulse,
+            members=self._members.saved(),
+            runs=self._runs.saved(),
+            engines=self._engines.saved(),
+            versions=self._versions.saved(),
+            copies=self._copies.saved(),
+            keys=self._keys.saved(),
+            used=self._used,
+        )
+
+    @staticmethod
+    def restored(saved: SavedJob) -> JobStore:
+        """A store that goes on where the saved one was. It takes ``saved`` over: decode one for each store."""
+        store = JobStore(saved.name, lease_s=saved.lease_s, limits=saved.limits)
+        store._pulse.revision, store._pulse.due = saved.pulse.revision, saved.pulse.due
+        store._members.restore(saved.members)
+        store._runs.restore(saved.runs)
+        store._engines.restore(saved.engines)
+        store._versions.restore(saved.versions)
+        store._copies.restore(saved.copies)
+        store._keys.restore(saved.keys)
+        store._used = saved.used
+        return store
+
     # Time
+
+    @property
+    def due(self) -> float:
+        """When time next has something to do; until then ``tick`` changes nothing."""
+        return self._pulse.due
+
+    def has_members(self) -> bool:
+        """Whether anyone is there."""
+        return any(not seat.gone for seat in self._members)
+
+    def renew_all(self, now: float) -> None:
+        """Give everyone who is there a full lease: nobody could be heard until ``now``."""
+        self._members.renew_all(now)
 
     def tick(self, now: float) -> bool:
         """Apply the leases and time limits that ended by ``now``; true when the view changed."""
@@ -326,8 +390,9 @@ class JobStore:
             self._take_away(seat, f"stopped answering for {self.lease_s:g} s", now)
         if self._versions.sync:
             self._versions.sync.apply_deadline(now)
-        self._copies.apply_deadlines(now)
+        # Engines before the copies into them: no copy outlives its target.
         self._engines.drop_gone(now)
+        self._copies.apply_deadlines(now)
         self._keys.drop_expired(now)
         self._blobs.drop_idle(self._members.blobs(), now)
         self._pulse.due = self._next_due(now)

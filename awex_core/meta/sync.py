@@ -278,6 +278,36 @@ class Sync:
                 self.pulse.changed()
 
 
+class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a ``Sync`` knows by itself: all but the job's engines and pulse."""
+
+    version: Version
+    verify: str
+    only: tuple[str, ...]
+    base: Version | None
+    timeout_s: float
+    deadline: float
+    world: int
+    state: SyncState
+    arrived: set[int]
+    parts: dict[str, EngineSync]
+    reported: dict[str, set[int]]
+    prefetched: dict[str, set[int]]
+    digests: dict[str, dict[int, bytes]]
+    reason: str
+    superseded: bool
+
+
+def save_sync(sync: Sync) -> SavedSync:
+    """What is to be kept of a version."""
+    return SavedSync(**{name: getattr(sync, name) for name in SavedSync.__struct_fields__})
+
+
+def restore_sync(saved: SavedSync, engines: Mapping[str, Engine], pulse: Pulse) -> Sync:
+    """The version as it was."""
+    return Sync(engines=engines, pulse=pulse, **msgspec.structs.asdict(saved))
+
+
 def _answer(engine: str, before: EngineSync, claimed: EngineOutcome) -> ReportReply:
     """Accepted when this report was recorded, or says what was recorded before it."""
     was_open = before.outcome not in TERMINAL and claimed != "pending"

@@ -79,6 +79,12 @@ class Keys:
         """When the next value goes; infinity when there is none."""
         return min((until for _, until in self._values.values()), default=math.inf)
 
+    def saved(self) -> dict[str, tuple[bytes, float]]:
+        return self._values
+
+    def restore(self, saved: dict[str, tuple[bytes, float]]) -> None:
+        self._values, self._total = saved, sum(len(value) for value, _ in saved.values())
+
     def _pop(self, key: str) -> None:
         value, _ = self._values.pop(key, (b"", 0.0))
         self._total -= len(value)

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from awex_core.errors import Fenced, Refused
 from awex_core.meta.engines import Engine
 from awex_core.meta.limits import MAX_NUMBER, MAX_WAIT_S
 from awex_core.meta.messages import Announce
 from awex_core.meta.pulse import Pulse
 from awex_core.meta.runs import Run
-from awex_core.meta.sync import Sync
+from awex_core.meta.sync import SavedSync, Sync, restore_sync, save_sync
 from awex_core.version import Version
+
+
+class SavedVersions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    epoch: int
+    highest_epoch: int
+    last_number: int
+    committed: dict[str, Version]
+    sync: SavedSync | None
+    last: SavedSync | None
 
 
 class Versions:
@@ -107,6 +118,22 @@ class Versions:
         if self.sync is None:
             return f"no version has been announced in epoch {self.epoch}"
         return f"the current version is {self.sync.version}, which is {self.sync.state}"
+
+    def saved(self) -> SavedVersions:
+        return SavedVersions(
+            epoch=self.epoch,
+            highest_epoch=self._highest_epoch,
+            last_number=self._last_number,
+            committed=self._committed,
+            sync=save_sync(self.sync) if self.sync else None,
+            last=save_sync(self.last) if self.last else None,
+        )
+
+    def restore(self, saved: SavedVersions) -> None:
+        self.epoch, self._highest_epoch, self._last_number = saved.epoch, saved.highest_epoch, saved.last_number
+        self._committed = saved.committed
+        self.sync = restore_sync(saved.sync, self._engines, self._pulse) if saved.sync else None
+        self.last = restore_sync(saved.last, self._engines, self._pulse) if saved.last else None
 
     def _gather(self, message: Announce, rank: int, run: Run, now: float) -> Sync:
         """Start a version. A rank that goes on no longer holds the earlier one's weights, so that one ends."""

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +35,7 @@ from awex_core.plan.program import CopyProgram
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_buckets, split_pieces, unpacked_pieces
 from awex_core.transfer.checksum import checksum, damage, is_checked
+from awex_core.transfer.proof import prove_members
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +51,13 @@ IN_FLIGHT = 64
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """Where the members of a group meet: the store's address, and who is who."""
+    """Where the members of a group meet: the store's address, who is who, and the secret they share."""
 
     host: str
     port: int
     writers: int
     workers: int
+    secret: bytes = field(repr=False)
 
     @property
     def size(self) -> int:
@@ -81,7 +83,7 @@ class Group:
     def __init__(
         self, address: GroupAddress, rank: int, device: torch.device, interface: str, deadline: Deadline
     ) -> None:
-        """Join; blocks until every member has.
+        """Join, and have every member of the other side prove that it belongs here; blocks until all have.
 
         Args:
             address: where to meet.
@@ -90,7 +92,7 @@ class Group:
             interface: the IP address gloo listens on.
 
         Raises:
-            TransferError: not everyone arrived before the deadline.
+            TransferError: not everyone arrived before the deadline, or someone does not know the secret.
         """
         self.address, self.rank, self.device = address, rank, device
         timeout = timedelta(seconds=deadline.remaining("the transfer group"))
@@ -104,6 +106,11 @@ class Group:
                 f"transfer group of {address.size} members at {address.host}:{address.port}: member {rank} could not "
                 f"join within {timeout.total_seconds():.0f} s: {error}"
             ) from error
+        try:
+            prove_members(self, address.secret, rank, address.writers, address.workers, deadline)
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, tensor: torch.Tensor, peer: int) -> Any:
         """Start sending; returns the work to wait for."""

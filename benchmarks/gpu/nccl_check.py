@@ -28,6 +28,7 @@ from awex_core.layout.live import Memory, ShardCollector
 from awex_core.plan import index_sources, lower_copies, plan_copies
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.group import Group, GroupAddress, GroupReceiver, GroupSender, host_store
+from awex_core.transfer.proof import SECRET_NBYTES
 
 EXPERT = (768, 2048)
 REPEATS = 5
@@ -63,7 +64,8 @@ def run(rank: int, count: int, port: int, folder: str) -> None:
     layout_pair = (mine[0], theirs[0]) if rank == 0 else (theirs[0], mine[0])
     sources = index_sources([layout_pair[0]])
     program = lower_copies(plan_copies(sources, layout_pair[1]), sources, 0)
-    group = Group(GroupAddress("127.0.0.1", port, 1, 1), rank, device, "127.0.0.1", Deadline.after(120))
+    address = GroupAddress("127.0.0.1", port, 1, 1, secret=bytes(SECRET_NBYTES))
+    group = Group(address, rank, device, "127.0.0.1", Deadline.after(120))
     end: Any = GroupSender(group, 0, 256 << 20) if rank == 0 else GroupReceiver(group, 0, 256 << 20)
     seconds, progress = [], Progress()
     for _ in range(REPEATS + 1):

@@ -217,7 +217,9 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     """Megatron's hook for arguments: pass it to ``parse_args`` or ``parse_and_validate_args``."""
     group = parser.add_argument_group("weight sync")
     group.add_argument("--weight-sync-backend", choices=["awex"], default=None, help="publish weights to engines")
-    group.add_argument("--weight-sync-meta-server", metavar="HOST:PORT", default=None, help="the job's meta server")
+    group.add_argument(
+        "--weight-sync-meta-server", metavar="HOST:PORT[,...]", default=None, help="meta server of the job"
+    )
     group.add_argument("--weight-sync-interval", type=int, default=1, metavar="STEPS", help="steps between two syncs")
     group.add_argument(
         "--weight-sync-async", action="store_true", help="train on while engines pull from a copy of the weights"

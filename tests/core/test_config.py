@@ -23,6 +23,8 @@ def config(**changes: Any) -> SyncConfig:
     [
         ({"meta_server": "127.0.0.1"}, "meta server address '127.0.0.1' is not HOST:PORT, for example 127.0.0.1:8900"),
         ({"meta_server": ":8900"}, "not HOST:PORT"),
+        ({"meta_server": "host:8900,"}, "meta server address '' is not HOST:PORT"),
+        ({"meta_server": "host:8900,other"}, "meta server address 'other' is not HOST:PORT"),
         ({"meta_server": "host:"}, "not HOST:PORT"),
         ({"meta_server": "http://host"}, "not HOST:PORT"),
         ({"meta_server": "host:0"}, "not HOST:PORT"),
@@ -45,7 +47,7 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     assert message in str(raised.value) and "s3cret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("server", ["localhost:1", "[::1]:65535", "trainer-0.pod.cluster.local:8900"])
+@pytest.mark.parametrize("server", ["localhost:1", "[::1]:65535", "trainer-0.pod.cluster.local:8900", "one:1,two:2"])
 def test_addresses_that_are_fine(server: str) -> None:
     assert config(meta_server=server).meta_server == server
 

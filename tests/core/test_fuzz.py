@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from awex_core.checkpoint import Checkpoint
 from awex_core.commit.digest import LANES, unpack_lanes
 from awex_core.config import SyncConfig
-from awex_core.errors import ConfigError, LayoutError, TransferError
+from awex_core.errors import ConfigError, LayoutError, MetaServerError, TransferError
 from awex_core.layout import (
     Buffer,
     CanonicalTensor,
@@ -38,8 +38,10 @@ from awex_core.layout import (
     encode_manifest,
     trace_cache,
 )
+from awex_core.meta import job, requests, server
 from awex_core.meta import messages as m
-from awex_core.meta import server
+from awex_core.meta.limits import Limits
+from awex_core.meta.machine import Begin, Entry, Machine
 from awex_core.options import EngineOptions
 from awex_core.session import Accept, GroupMeeting, read_value
 from awex_core.token import find_token
@@ -186,7 +188,7 @@ def test_kept_traces(tmp_path: Path, body: bytes, whole: bool) -> None:
 
 VALUE_TYPES: list[tuple[Any, bytes]] = [
     (Accept, msgspec.msgpack.encode(Accept({0: "f"}, {0: "shm"}, False, 1 << 20, ["a"]))),
-    (GroupMeeting, msgspec.msgpack.encode(("127.0.0.1", 80))),
+    (GroupMeeting, msgspec.msgpack.encode(GroupMeeting("127.0.0.1", 80, b"s" * 32))),
     (RingAddress, msgspec.msgpack.encode(RingAddress("/dev/shm/awex-1-2", 4096, 7))),
     (ShmEndpoint, msgspec.msgpack.encode(ShmEndpoint(7, [1, 2], 3, b"s" * 16, 4))),
 ]
@@ -205,6 +207,22 @@ def test_values_of_sessions(kind: Any, valid: bytes, data: st.DataObject) -> Non
             attach_ring(value)
 
 
+def _eventful() -> bytes:
+    machine = Machine.begin("j", Begin(10.0, Limits()), 0.0)
+    for request in (one for one in REQUESTS if not isinstance(one, m.Watch | m.Get)):
+        machine.apply(Entry(name_of(request), msgspec.msgpack.encode(request), "k"), 1.0)
+    return machine.saved()
+
+
+@settings(fuzz, max_examples=max(MANY // 3, 20))
+@given(st.data())
+def test_snapshots_of_a_job(data: st.DataObject) -> None:
+    body = data.draw(anything(_eventful()))
+    machine = frugal(Machine.restored, body, MetaServerError)
+    if isinstance(machine, Machine):
+        assert isinstance(machine.saved(), bytes)
+
+
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
@@ -212,7 +230,8 @@ def test_values_of_sessions(kind: Any, valid: bytes, data: st.DataObject) -> Non
         (ShmEndpoint, {"pid": 2**40, "addresses": [], "probe": 1, "secret": b""}),
         (RingAddress, {"path": "/dev/shm/awex-1", "slot_nbytes": -4096, "pid": 1}),
         (Accept, {"fingerprints": {}, "transports": {}, "group": False, "bucket_nbytes": 0, "always": []}),
-        (GroupMeeting, ["h", 2**40]),
+        (GroupMeeting, ["h", 2**40, b"s" * 32]),
+        (GroupMeeting, ["h", 80, b"short"]),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(kind: Any, value: object) -> None:
@@ -373,7 +392,7 @@ class Http:
 @pytest.fixture(scope="module")
 def http() -> Iterator[Http]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(server, "MAX_WAIT_S", 0.01)  # of the server's patience there are other tests
+    patch.setattr(job, "MAX_WAIT_S", 0.01)  # of the server's patience there are other tests
     http = Http()
     yield http
     http.close()
@@ -404,7 +423,7 @@ def test_what_follows_a_version_is_refused_however_deep(http: Http) -> None:
 
 
 def test_the_list_of_requests_is_complete() -> None:
-    assert {name_of(request) for request in REQUESTS} == set(server._REQUESTS)
+    assert {name_of(request) for request in REQUESTS} == set(requests.REQUESTS)
 
 
 @pytest.mark.parametrize("request_type", REQUESTS, ids=name_of)

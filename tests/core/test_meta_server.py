@@ -23,6 +23,7 @@ from awex_core.errors import ConfigError, Fenced, MetaServerError, Refused, Sync
 from awex_core.layout import content_hash
 from awex_core.meta import messages as m
 from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.meta.limits import Limits
 from awex_core.meta.server import MetaServer
 from awex_core.version import Version
 
@@ -221,6 +222,18 @@ def test_a_repeated_announcement_gets_the_first_answer(server, client):
     assert httpx.post(url, content=body, headers=headers, trust_env=False).status_code == 409
 
 
+def test_a_key_of_one_request_is_not_taken_for_that_of_another(server, client):
+    client.join_writer(writer())
+    headers = {"authorization": f"Bearer {TOKEN}", "idempotency-key": "k"}
+
+    def ask(request: str, message: msgspec.Struct) -> bytes:
+        url = f"http://{server.address}/v1/jobs/job/{request}"
+        return httpx.post(url, content=msgspec.msgpack.encode(message), headers=headers, trust_env=False).content
+
+    assert msgspec.msgpack.decode(ask("heartbeat", m.Heartbeat(incarnations=["x"]))) == {"unknown": ["x"]}
+    assert msgspec.msgpack.decode(ask("leave", m.Leave(incarnation="w"))) == {}
+
+
 def test_values_are_waited_for(client):
     client.join_writer(writer())
     assert client.get("store") is None
@@ -252,6 +265,33 @@ def test_a_blob_that_is_not_what_its_name_says_is_refused(server):
     assert content_hash(b"x") in error_of(response)[2]
     response = httpx.put(url + "NotAHash", content=b"x", headers=headers, trust_env=False)
     assert "32 lower-case hexadecimal digits" in error_of(response)[2]
+
+
+# Joins that come too fast
+
+
+def test_joins_are_limited_and_the_client_waits_for_its_turn():
+    limits = Limits(joins_per_s=20, join_burst=2)
+    with MetaServer(TOKEN, limits=limits) as server, MetaClient(server.address, "job", TOKEN) as client:
+        begin = time.monotonic()
+        for _ in range(6):
+            client.join_writer(writer())
+        assert time.monotonic() - begin > 0.15
+        client.watch()
+
+
+def test_a_client_whose_turn_does_not_come_says_so():
+    limits = Limits(joins_per_s=0.001, join_burst=1)
+    with MetaServer(TOKEN, limits=limits) as server, MetaClient(server.address, "job", TOKEN, timeout_s=2) as client:
+        client.join_writer(writer())
+        client.heartbeat(["w"])
+        with pytest.raises(Refused, match=r"more than 0\.001 joins a second after 1 at once") as refused:
+            client.join_writer(writer())
+        assert refused.value.code == "busy"
+        assert error_of(post(server, "join_writer", msgspec.msgpack.encode(m.JoinWriter(info=writer()))))[:2] == (
+            429,
+            "busy",
+        )
 
 
 # Waiting

@@ -7,7 +7,11 @@ import os
 import resource
 import stat
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +25,7 @@ from awex_core.plan import CopyProgram
 from awex_core.testing.transport import Meeting, Peers, TransportTests, failure, grid_case, plan_programs, row_case
 from awex_core.transfer import group, shm, shm_staged
 from awex_core.transfer.base import Deadline, Programs, Progress
+from awex_core.transfer.proof import SECRET_NBYTES, draw_secret
 
 # --- shm --------------------------------------------------------------------------------------------
 
@@ -255,6 +260,7 @@ class TestShmStaged(TransportTests):
 # --- nccl, as gloo ----------------------------------------------------------------------------------
 
 LOCAL = "127.0.0.1"
+SECRET = b"s" * SECRET_NBYTES
 STORES: list[dist.Store] = []
 
 
@@ -276,7 +282,8 @@ class GlooWiring:
         return group.GroupReceiver(member, rank, meeting.bucket_nbytes)
 
     def _join(self, meeting: Meeting, member: int, deadline: Deadline) -> group.Group:
-        address = group.GroupAddress(LOCAL, int(meeting.get("port", deadline)), meeting.writers, meeting.workers)
+        port = int(meeting.get("port", deadline))
+        address = group.GroupAddress(LOCAL, port, meeting.writers, meeting.workers, SECRET)
         return group.Group(address, member, torch.device("cpu"), LOCAL, deadline)
 
     def staging_nbytes(self, bucket_nbytes: int, pairs: int) -> int:
@@ -338,3 +345,87 @@ class TestGloo(TransportTests):
 
 def join_alone(meeting: Meeting, limit_s: float) -> None:
     GlooWiring().sender(meeting, 0, {}, Memory(()), Deadline.after(limit_s))
+
+
+# --- who belongs to a group -------------------------------------------------------------------------
+
+
+class Stranger:
+    """Reaches the store, and so knows all that is in it, and takes a member's place in the group."""
+
+    def __init__(self, address: group.GroupAddress, rank: int, deadline: Deadline) -> None:
+        self.device = torch.device("cpu")
+        left = timedelta(seconds=deadline.remaining("the store"))
+        self.store = dist.TCPStore(address.host, address.port, address.size, False, left)
+        self._pg = group._backend(self.store, rank, address.size, self.device, LOCAL, left)
+
+    def seen(self) -> bytes:
+        """All values of the store."""
+        return b"".join(self.store.get(key) for key in self.store.list_keys())
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Any:
+        return self._pg.send([tensor], peer, 0)
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Any:
+        return self._pg.recv([tensor], peer, 0)
+
+
+def guess(heard: torch.Tensor, *, writing: bool) -> torch.Tensor:
+    """Anything."""
+    return torch.frombuffer(bytearray(os.urandom(32 if writing else 64)), dtype=torch.uint8)
+
+
+def mirror(heard: torch.Tensor, *, writing: bool) -> torch.Tensor:
+    """What came from the other side: its own proof, or its nonce twice."""
+    return heard[32:].clone() if writing else torch.cat([heard, heard])
+
+
+def intrude(address: group.GroupAddress, taken: int, attack: Callable[..., torch.Tensor], deadline: Deadline) -> bytes:
+    """Take rank ``taken`` of one writer and two workers; returns what there is to see in the store."""
+    stranger = Stranger(address, taken, deadline)
+    writing, left = taken == 0, timedelta(seconds=10)
+    for peer in (1, 2) if writing else (0,):
+        if writing:
+            stranger.send(torch.zeros(32, dtype=torch.uint8), peer).wait(left)
+        heard = torch.zeros(64 if writing else 32, dtype=torch.uint8)
+        stranger.receive(heard, peer).wait(left)
+        stranger.send(attack(heard, writing=writing), peer).wait(left)
+    return stranger.seen()
+
+
+@pytest.mark.parametrize("attack", [guess, mirror])
+@pytest.mark.parametrize(("taken", "named"), [(0, "writer rank 0"), (2, "worker 1")])
+def test_a_stranger_in_a_members_place_is_refused(attack: Callable[..., torch.Tensor], taken: int, named: str) -> None:
+    deadline = Deadline.after(60)
+    store = group.host_store(LOCAL, 3, deadline)
+    address = group.GroupAddress(LOCAL, store.port, 1, 2, draw_secret())
+    assert str(address.secret) not in repr(address)
+
+    with ThreadPoolExecutor(3) as pool:
+        intruder = pool.submit(intrude, address, taken, attack, deadline)
+        members = {
+            rank: pool.submit(group.Group, address, rank, torch.device("cpu"), LOCAL, deadline)
+            for rank in range(3)
+            if rank != taken
+        }
+        # Those who talk to the stranger; two workers do not talk to each other.
+        meeting = [rank for rank in members if (rank == 0) != (taken == 0)]
+        for rank in meeting:
+            with pytest.raises(TransferError, match=f"{named} does not know the secret") as refused:
+                members[rank].result(60)
+            assert "no weight was moved" in str(refused.value)
+        seen = intruder.result(60)
+        assert seen and address.secret not in seen
+        for rank in set(members) - set(meeting):
+            members[rank].result(60).close()
+
+
+def test_a_member_that_proves_nothing_is_named_at_the_deadline() -> None:
+    deadline = Deadline.after(3)
+    store = group.host_store(LOCAL, 2, deadline)
+    address = group.GroupAddress(LOCAL, store.port, 1, 1, draw_secret())
+    with ThreadPoolExecutor(1) as pool:
+        silent = pool.submit(Stranger, address, 1, deadline)
+        with pytest.raises(TransferError, match="worker 0 did not prove that it belongs"):
+            group.Group(address, 0, torch.device("cpu"), LOCAL, deadline)
+        silent.result(60)

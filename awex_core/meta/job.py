@@ -1,0 +1,245 @@
+"""One job as the routes of a server see it: requests, long polls and blobs. Here, with its state in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from awex_core.errors import Refused
+from awex_core.meta.limits import Limits, TokenBucket
+from awex_core.meta.machine import Machine
+from awex_core.meta.messages import Get, GetReply, JobStatus, Watch
+from awex_core.meta.requests import JOINS
+from awex_core.meta.store import JobStore
+
+MAX_WAIT_S = 60.0
+"""Longest a ``watch`` or ``get`` is held open, in seconds."""
+
+MAX_JOBS = 64
+
+REUSED_VIEW_S = 0.05
+"""How long one encoded view serves all who watch the same revision, in seconds."""
+
+_encode = msgspec.msgpack.encode
+
+
+class Job(ABC):
+    """What all kinds of jobs share: the joins they take, and those who wait for a change."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.closing = False
+        self._changed = asyncio.Event()
+        self._joins = TokenBucket(limits.joins_per_s, limits.join_burst)
+        self._limits = limits
+        self._view = b""
+        self._view_of = (-1, -math.inf)
+
+    @property
+    @abstractmethod
+    def store(self) -> JobStore:
+        """The state now.
+
+        Raises:
+            Refused: with code ``unavailable``; it cannot be told.
+        """
+
+    @abstractmethod
+    def now(self) -> float:
+        """The time now, as the store knows it, in seconds."""
+
+    @abstractmethod
+    async def current(self) -> None:
+        """Until everything that any server has answered is in ``store``."""
+
+    @abstractmethod
+    async def apply(self, request: str, message: msgspec.Struct, body: bytes, repeat_key: str) -> bytes:
+        """The encoded reply to ``message``, which came as ``body``; for a repeat, that of the first time."""
+
+    @abstractmethod
+    async def put_blob(self, name: str, data: bytes) -> None:
+        """Keep a blob under its hash, or refuse when there is no room."""
+
+    @abstractmethod
+    async def get_blob(self, name: str) -> bytes:
+        """The bytes of a blob, or ``Refused`` with code ``unknown``."""
+
+    @abstractmethod
+    async def has_blob(self, name: str) -> bool:
+        """Whether a blob is here; it then counts as used now."""
+
+    async def request(self, name: str, message: msgspec.Struct, body: bytes, repeat_key: str) -> bytes:
+        """The encoded reply to any request."""
+        if isinstance(message, Watch):
+            return await self._watch(message)
+        if isinstance(message, Get):
+            return await self._get(message)
+        if name in JOINS and not self._joins.take(time.monotonic()):
+            limits = self._limits
+            raise Refused(
+                "busy",
+                f"more than {limits.joins_per_s:g} joins a second after {limits.join_burst} at once; ask again later",
+            )
+        return await self.apply(name, message, body, repeat_key)
+
+    async def status(self) -> JobStatus:
+        """The view, and the run that is still forming."""
+        await self.current()
+        return self.store.status(self.now())
+
+    def close(self) -> None:
+        """Answer everyone who waits, now and from now on."""
+        self.closing = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Everyone who waits looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _watch(self, message: Watch) -> bytes:
+        await self.current()
+        # "Differs", not "has passed": the watcher's revision may be from before a restart.
+        await self._wait(lambda: self.store.revision != message.since, message.wait_s)
+        return self._encoded_view()
+
+    async def _get(self, message: Get) -> bytes:
+        def value() -> bytes | None:
+            return self.store.get(message, self.now()).value
+
+        await self.current()
+        await self._wait(lambda: value() is not None, message.wait_s)
+        return _encode(GetReply(value=value()))
+
+    async def _wait(self, ready: Callable[[], bool], wait_s: float) -> None:
+        """Until ``ready`` holds, the time is over or the server stops."""
+        end = time.monotonic() + (min(wait_s, MAX_WAIT_S) if wait_s > 0 else 0.0)
+        while not self.closing and not ready():
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
+
+    def _encoded_view(self) -> bytes:
+        """Encoded once for all who wake at the same change; ``remaining_s`` may be old by ``REUSED_VIEW_S``."""
+        now = time.monotonic()
+        revision, made = self._view_of
+        if revision != self.store.revision or now - made > REUSED_VIEW_S:
+            self._view = _encode(self.store.view(self.now()))
+            self._view_of = (self.store.revision, now)
+        return self._view
+
+
+class Jobs(Protocol):
+    """All jobs of one server."""
+
+    async def find(self, name: str, *, create: bool) -> Job:
+        """The job of this name.
+
+        Raises:
+            Refused: there is none and it is not to be made, or there is no room for it.
+        """
+
+    async def keep_time(self) -> None:
+        """Apply leases and time limits, and forget jobs that everyone has left. Does not return."""
+
+    def close(self) -> None:
+        """Answer everyone who waits, so that the server can stop at once."""
+
+    async def stop(self) -> None:
+        """End what runs in the background."""
+
+
+class MemoryJob(Job):
+    """A job that ends with its server."""
+
+    def __init__(self, name: str, lease_s: float, limits: Limits) -> None:
+        super().__init__(limits)
+        # Wall-clock milliseconds: the revisions of a restarted server do not repeat those of the one before.
+        revision = time.time_ns() // 1_000_000
+        self._machine = Machine(JobStore(name, lease_s=lease_s, limits=limits, first_revision=revision))
+
+    @property
+    def store(self) -> JobStore:
+        return self._machine.store
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def current(self) -> None:
+        pass
+
+    async def apply(self, request: str, message: msgspec.Struct, body: bytes, repeat_key: str) -> bytes:
+        before = self.store.revision
+        try:
+            return self._machine.answer(request, message, repeat_key, self.now())
+        finally:
+            # A refused request may still have found that a lease had lapsed.
+            if self.store.revision != before or request == "put":
+                self.wake()
+
+    def tick(self) -> None:
+        """Apply what has lapsed by now."""
+        if self.store.tick(self.now()):
+            self.wake()
+
+    async def put_blob(self, name: str, data: bytes) -> None:
+        self.store.put_blob(name, data, self.now())
+
+    async def get_blob(self, name: str) -> bytes:
+        return self.store.get_blob(name)
+
+    async def has_blob(self, name: str) -> bool:
+        return self.store.has_blob(name, self.now())
+
+
+class MemoryJobs:
+    """Jobs that end with their server. After a restart members are told to join again, and do."""
+
+    def __init__(self, lease_s: float, limits: Limits) -> None:
+        self._lease_s, self._limits = lease_s, limits
+        self._jobs: dict[str, MemoryJob] = {}
+
+    async def find(self, name: str, *, create: bool) -> Job:
+        job = self._jobs.get(name)
+        if job is not None:
+            return job
+        if not create:
+            raise unknown_job(name)
+        if len(self._jobs) >= MAX_JOBS:
+            raise too_many_jobs(name)
+        self._jobs[name] = MemoryJob(name, self._lease_s, self._limits)
+        return self._jobs[name]
+
+    async def keep_time(self) -> None:
+        while True:
+            await asyncio.sleep(min(0.5, self._lease_s / 10))
+            for name, job in list(self._jobs.items()):
+                job.tick()
+                if job.store.abandoned(job.now()):
+                    job.close()
+                    del self._jobs[name]
+
+    def close(self) -> None:
+        for job in self._jobs.values():
+            job.close()
+
+    async def stop(self) -> None:
+        pass
+
+
+def unknown_job(name: str) -> Refused:
+    """The answer to a request about a job that is not there."""
+    return Refused("unknown", f"unknown job {name!r}: nobody has joined it; check --weight-sync-job on both sides")
+
+
+def too_many_jobs(name: str) -> Refused:
+    """The answer to a join of one job too many."""
+    return Refused("too_large", f"{MAX_JOBS} jobs already; start another meta server for job {name!r}")

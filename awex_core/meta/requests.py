@@ -1,0 +1,58 @@
+"""The requests by their names in the URL, and what each one's body is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from awex_core.errors import Refused
+from awex_core.meta import messages
+
+REQUESTS: dict[str, type[msgspec.Struct]] = {
+    "join_writer": messages.JoinWriter,
+    "join_worker": messages.JoinWorker,
+    "join_controller": messages.JoinController,
+    "heartbeat": messages.Heartbeat,
+    "leave": messages.Leave,
+    "watch": messages.Watch,
+    "announce": messages.Announce,
+    "publish_digest": messages.PublishDigest,
+    "report_worker": messages.ReportWorker,
+    "report_engine": messages.ReportEngine,
+    "report_sender": messages.ReportSender,
+    "supersede": messages.Supersede,
+    "set_engine_state": messages.SetEngineState,
+    "ask_copy": messages.AskCopy,
+    "lend": messages.Lend,
+    "put": messages.Put,
+    "get": messages.Get,
+}
+
+REPLIES: dict[str, type[msgspec.Struct]] = {
+    **dict.fromkeys(REQUESTS, messages.Ok),
+    **dict.fromkeys(("join_writer", "join_worker", "join_controller"), messages.JoinReply),
+    **dict.fromkeys(("report_worker", "report_engine", "report_sender", "supersede"), messages.ReportReply),
+    "heartbeat": messages.HeartbeatReply,
+    "watch": messages.JobView,
+    "get": messages.GetReply,
+}
+
+JOINS = frozenset({"join_writer", "join_worker", "join_controller"})
+
+_DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    name: msgspec.msgpack.Decoder(kind) for name, kind in REQUESTS.items()
+}
+
+
+def decode_request(name: str, body: bytes) -> msgspec.Struct:
+    """The request of this name, which must be one of ``REQUESTS``.
+
+    Raises:
+        Refused: with code ``invalid``; the body is something else.
+    """
+    try:
+        message: msgspec.Struct = _DECODERS[name].decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused("invalid", f"body of {len(body)} bytes: {error}") from error
+    return message

@@ -1,0 +1,116 @@
+"""Members of a transfer group prove to each other, before any weight moves, that the meta server sent them.
+
+Where a group meets is no secret on its network: whoever reaches the store can list its keys, and take a
+member's place. The group's secret is: it lies in the meta server, behind the token, and never leaves a member.
+Each writer rank and each worker exchange, through the group itself,
+
+    writer -> worker   a nonce
+    worker -> writer   a nonce, and HMAC-SHA256(secret, "worker", ranks, both nonces)
+    writer -> worker   HMAC-SHA256(secret, "writer", ranks, both nonces)
+
+This tells who is at the other end when the group forms. It does not encrypt, nor protect what follows from
+somebody who can change packets on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+
+from awex_core.errors import TransferError
+from awex_core.transfer.base import Deadline
+
+SECRET_NBYTES = 32
+_NONCE_NBYTES = _PROOF_NBYTES = 32
+
+
+class Link(Protocol):
+    """What of a group is needed here."""
+
+    device: torch.device
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Any: ...
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Any: ...
+
+
+def draw_secret() -> bytes:
+    """A new secret, for one group."""
+    return secrets.token_bytes(SECRET_NBYTES)
+
+
+def prove_members(link: Link, secret: bytes, rank: int, writers: int, workers: int, deadline: Deadline) -> None:
+    """Exchange proofs with every member of the other side; ``rank`` counts writer ranks first, then workers.
+
+    Pairs take turns in an order that is one for all, so that no two members wait for each other.
+
+    Raises:
+        TransferError: a peer does not know the secret, or did not prove it before the deadline; names the peer.
+    """
+    spread = max(writers, workers)
+    pairs = ((w, k) for w in range(writers) for k in range(workers) if rank in (w, writers + k))
+    for writer, worker in sorted(pairs, key=lambda pair: (sum(pair) % spread, pair)):
+        writing = rank == writer
+        name = f"worker {worker}" if writing else f"writer rank {writer}"
+        pair = _Pair(link, secret, writer, worker, writers + worker if writing else writer, name, deadline)
+        (pair.prove_as_writer if writing else pair.prove_as_worker)()
+
+
+class _Pair:
+    """One writer rank and one worker, from either's side."""
+
+    def __init__(
+        self, link: Link, secret: bytes, writer: int, worker: int, peer: int, name: str, deadline: Deadline
+    ) -> None:
+        self._link, self._secret, self._deadline = link, secret, deadline
+        self._writer, self._worker, self._peer, self._name = writer, worker, peer, name
+
+    def prove_as_writer(self) -> None:
+        ours = secrets.token_bytes(_NONCE_NBYTES)
+        self._send(ours)
+        answer = self._receive(_NONCE_NBYTES + _PROOF_NBYTES)
+        theirs, proof = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
+        self._check(proof, self._proof("worker", ours + theirs))
+        self._send(self._proof("writer", ours + theirs))
+
+    def prove_as_worker(self) -> None:
+        theirs = self._receive(_NONCE_NBYTES)
+        ours = secrets.token_bytes(_NONCE_NBYTES)
+        self._send(ours + self._proof("worker", theirs + ours))
+        self._check(self._receive(_PROOF_NBYTES), self._proof("writer", theirs + ours))
+
+    def _proof(self, role: Literal["writer", "worker"], nonces: bytes) -> bytes:
+        said = b"awex transfer group " + role.encode() + struct.pack("<QQ", self._writer, self._worker) + nonces
+        return hmac.new(self._secret, said, hashlib.sha256).digest()
+
+    def _check(self, proof: bytes, expected: bytes) -> None:
+        if not hmac.compare_digest(proof, expected):
+            raise TransferError(
+                f"{self._name} does not know the secret of the transfer group, so it is not who the meta server "
+                "told us of; no weight was moved. Look for a stranger on this network"
+            )
+
+    def _send(self, data: bytes) -> None:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._link.device)
+        self._wait(self._link.send(tensor, self._peer))
+
+    def _receive(self, nbytes: int) -> bytes:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._link.device)
+        self._wait(self._link.receive(tensor, self._peer))
+        return tensor.cpu().numpy().tobytes()
+
+    def _wait(self, work: Any) -> None:
+        left = self._deadline.remaining(f"{self._name} to prove that it belongs to the transfer group")
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TransferError(
+                f"{self._name} did not prove that it belongs to the transfer group: {reason}"
+            ) from error
