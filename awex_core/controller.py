@@ -181,7 +181,9 @@ class EngineController:
         if self.state == "ready" and (self._paused or self._took_over):
             # An update ended without, or a predecessor that was stopped came back and paused after all.
             await self._resume()
-        if seen is not None and seen.controller and (seen.state, seen.version) != (self.state, self.version):
+        told = seen is not None and seen.controller and (seen.state, seen.version) == (self.state, self.version)
+        refused_another = self.state == "refused" and _model_in(view) != self._prepared
+        if seen is not None and seen.controller and not told and not refused_another:
             # An earlier word came late and took the place of the last one, or that one was lost.
             await self._set_state(self.state, self.reason)
         await self._prepare(view)
@@ -277,7 +279,7 @@ class EngineController:
 
     async def _prepare(self, view: JobView) -> None:
         """Have the workers join, and trace when a trainer with another model appears."""
-        trainer = view.writers[0].manifest if view.epoch and view.writers else "none yet"
+        trainer = _model_in(view)
         if trainer == self._prepared:
             return
         await self._host.prepare()
@@ -463,6 +465,11 @@ class EngineController:
             except AwexError as error:
                 logger.info("awex: leaving the job: %s", error)
         self._client.close()
+
+
+def _model_in(view: JobView) -> str:
+    """Which model the trainer publishes: its manifest's hash."""
+    return view.writers[0].manifest if view.epoch and view.writers else "none yet"
 
 
 async def start_following(host: EngineHost) -> tuple[EngineController, asyncio.Task[None]]:

@@ -342,6 +342,12 @@ class WriterSession:
             if name in self._senders:  # a one-sided transport has none
                 self._senders[name].send(programs, self.memory, Progress(), deadline)
 
+    def abort(self) -> None:
+        """End what another thread is sending: its call raises."""
+        sender = self._senders.get(group.NAME)
+        if isinstance(sender, group.GroupSender):
+            sender.abort()
+
     def close(self) -> None:
         """Release every transport."""
         for sender in self._senders.values():

@@ -54,26 +54,34 @@ class SyncResult:
     """Newer weights were published before any engine had begun to receive these."""
 
 
-class _Resends:
-    """What an engine's workers want sent once more, from the thread that watches to the one that serves the engine."""
+class _Serving:
+    """One engine's part in a version, between the thread that watches the job and the one that serves the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float) -> None:
+        self.deadline = Deadline.after(limit_s)
+        self.failed = False
+        """The engine has; what is still being sent to it is wanted by nobody."""
         self._queue: SimpleQueue[Resend | None] = SimpleQueue()
         self._handed = 0
 
     def hand_over(self, part: EngineSync) -> None:
-        """Hand over the requests that are new."""
+        """Hand over the workers' requests for more that are new."""
         for resend in part.resends[self._handed :]:
             self._queue.put(resend)
         self._handed = len(part.resends)
 
+    def fail(self) -> None:
+        """Let the serving thread end soon."""
+        self.failed = True
+        self.deadline.expire()
+
     def end(self) -> None:
-        """There will be no more."""
+        """There will be no more requests."""
         self._queue.put(None)
 
-    def next(self, deadline: Deadline) -> Resend | None:
-        """The next request; None when there will be none, which the watching thread says soon after the deadline."""
-        return self._queue.get(timeout=max(0.0, deadline.at - time.monotonic()) + 2 * _GRACE_S)
+    def next_resend(self, limit_s: float) -> Resend | None:
+        """The next request; None when there will be none, which the watching thread says before the limit."""
+        return self._queue.get(timeout=limit_s)
 
 
 class WeightWriter:
@@ -304,34 +312,37 @@ class WeightWriter:
             sync = _find_sync(view, number)
             if sync is None and view.sync is not None and view.sync.version.number > number:
                 raise SyncTimeout(f"version {number} has ended, and so has a later one, while this rank waited")
-            return view if sync is not None and ready(sync) else None
+            # It was announced, so a server that does not know it has been restarted, and cannot tell how it ends.
+            return view if ready(sync or _sync_of(view, number)) else None
 
         # The server ends every sync at its limit; only a server that is gone makes this wait longer.
         return self._client.wait_for(reached, timeout_s=limit + _GRACE_S, what=what)
 
     def _serve(self, view: JobView, sync: SyncView) -> JobView:
         """Serve every engine of the version, side by side, until all are done; failures go to the meta server."""
-        deadline = Deadline.after(sync.remaining_s)
         sources = self._index(view)
         for engine in set(self._sessions) - set(view.engines):
             self._sessions.pop(engine).close()
         digests: dict[str, Lanes] = {}
-        resends = {engine: _Resends() for engine in sync.engines}
+        serving = {engine: _Serving(sync.remaining_s) for engine in sync.engines}
 
         def done(now: SyncView) -> bool:
             for engine, part in now.engines.items():
-                resends[engine].hand_over(part)
+                serving[engine].hand_over(part)
+                if part.outcome == "failed" and not serving[engine].failed:
+                    serving[engine].fail()
+                    self._abort(engine)
             return now.state == "done"
 
         with ThreadPoolExecutor(max_workers=max(1, len(sync.engines)), thread_name_prefix="awex-writer") as pool:
             for engine in sync.engines:
-                pool.submit(self._serve_engine, engine, view, sync, sources, digests, resends[engine], deadline)
+                pool.submit(self._serve_engine, engine, view, sync, sources, digests, serving[engine])
             try:
                 return self._wait(
                     sync.version.number, done, sync.remaining_s, f"engines to commit version {sync.version}"
                 )
             finally:
-                for each in resends.values():
+                for each in serving.values():
                     each.end()
 
     def _serve_engine(
@@ -341,20 +352,23 @@ class WeightWriter:
         sync: SyncView,
         sources: SourceIndex,
         digests: dict[str, Lanes],
-        resends: _Resends,
-        deadline: Deadline,
+        serving: _Serving,
     ) -> None:
-        progress = Progress()
+        progress, deadline = Progress(), serving.deadline
         try:
             session = self._session(engine, view, sync, sources, deadline)
             if session is None:
                 return
             session.send(progress, deadline, sync.only if sync.engines[engine].partial else ())
             self._publish_digests(engine, sync, sources, digests)
-            while (resend := resends.next(deadline)) is not None:
+            while (resend := serving.next_resend(sync.remaining_s + 2 * _GRACE_S)) is not None:
                 logger.warning("awex: writer rank %d serves engine %s once more: %s", self.rank, engine, resend)
                 session.send_again(resend, deadline)
         except Exception as error:
+            if serving.failed:
+                logger.info("awex: writer rank %d ends what it sends to engine %s, which has failed", self.rank, engine)
+                self._drop(engine)
+                return
             logger.exception("writer rank %d could not serve engine %s", self.rank, engine)
             if isinstance(error, SyncTimeout):
                 stacks.dump(str(error))
@@ -434,6 +448,12 @@ class WeightWriter:
             self._client.report_sender(self._process.incarnation, version, engine, reason)
         except MetaServerError as error:
             logger.error("the meta server could not be told that engine %s failed: %s", engine, error)
+
+    def _abort(self, engine: str) -> None:
+        """End the transfer to an engine that has failed, from another thread than the one that sends."""
+        session = self._sessions.get(engine)
+        if session is not None:
+            session.abort()
 
     def _drop(self, engine: str) -> None:
         session = self._sessions.pop(engine, None)

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "nccl"
 _CUMEM = "nccl_cumem_enable"
+_ABORT_TAG = 1
+"""Of a message that nobody sends; weights have tag 0."""
 
 SLOTS = 3
 """Staging buckets per rank: one being packed or unpacked, one on the wire, one waiting."""
@@ -119,6 +121,16 @@ class Group:
     def receive(self, tensor: torch.Tensor, peer: int) -> Any:
         """Start receiving; returns the work to wait for."""
         return self._pg.recv([tensor], peer, 0)
+
+    def abort(self) -> None:
+        """From another thread: whoever waits for a peer, here or at the other ends, gets an error."""
+        if self.device.type == "cuda":
+            self.close()
+            return
+        # Gloo's own abort wakes nobody. A wait that runs out breaks every pair of a context, so let one do so.
+        with suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8)
+            self._pg.recv([nothing], (self.rank + 1) % self.address.size, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Leave the group and end what is pending in it."""
@@ -258,6 +270,10 @@ class _Pipeline:
         except RuntimeError as error:
             verb = "sending to" if self._sending else "receiving from"
             raise TransferError(f"{verb} {peer} failed after {progress.nbytes} bytes: {_first_line(error)}") from error
+
+    def abort(self) -> None:
+        """End a ``send`` of another thread."""
+        self._group.abort()
 
     def close(self) -> None:
         """Leave the group, drop staging and views."""

@@ -133,6 +133,7 @@ def _with_controller(init_app_state: Callable[..., Awaitable[Any]]) -> Callable[
     async def wrapper(engine_client: Any, state: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         result = await init_app_state(engine_client, state, args, *rest, **kwargs)
         if getattr(args, "weight_sync_backend", None):
+            compat.log_like_vllm()  # by now vLLM has set up its own
             host = VllmHost(engine_client, EngineOptions.from_env().kv)
             state.awex_controller, state.awex_task = await start_following(host)
         return result

@@ -424,10 +424,10 @@ def test_a_plan_that_leaves_its_memory_moves_nothing(
     trainer = make_trainer(config=config)
     with monkeypatch.context() as patch:
         spoil_plan(patch, end, column, "down", 1 << 40)
-        failing = trainer.start(1, timeout_s=20)  # in a group, the other end of a pair may wait for its limit
+        failing = trainer.start(1, timeout_s=200)
         for call in failing:
             with pytest.raises(SyncFailed, match=said):
-                call.result(60)
+                call.result(60)  # nobody waits for the limit once one has failed
     assert trainer.write(2).committed == ("e",) and holds(engine, trainer.weights)
 
 

@@ -897,6 +897,31 @@ def test_a_restarted_meta_server_is_joined_again_and_versions_go_on_rising(
             loop.stop(each)
 
 
+def test_a_version_that_a_restarted_meta_server_has_lost_ends_at_once(
+    meta: MetaServer, loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
+) -> None:
+    """Its limit is far away, and nothing would come of it."""
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer()
+    trainer.write(1)
+    gate = Gate(engine, "receive")
+    trainer.train(2)
+    calls = trainer.start(2, timeout_s=500)
+    assert gate.reached.wait(30)
+    host, port = meta.address.rsplit(":", 1)
+    meta.stop()
+    with MetaServer(TOKEN, host=host, port=int(port), lease_s=LEASE_S):
+        for call in calls:
+            with pytest.raises(MetaServerError, match="no longer knows version 2"):
+                call.result(100)
+        gate.open(loop)
+        eventually(lambda: engine.controller.state == "torn")
+        assert trainer.write(3).committed == ("e",) and holds(engine, trainer.weights)
+        trainer.close()
+        for each in list(loop.engines):
+            loop.stop(each)
+
+
 @pytest.mark.parametrize("request_name", ["join_writer", "join_worker"])
 def test_layouts_survive_a_meta_server_that_restarts_between_them_and_the_join(
     meta: MetaServer,
