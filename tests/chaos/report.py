@@ -8,6 +8,7 @@ from datetime import date
 from pathlib import Path
 
 from tests.chaos.campaign import OUTCOMES, Result
+from tests.chaos.faults import PHASES, ROLES
 
 BEGIN, END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
 
@@ -39,12 +40,17 @@ def table(results: Sequence[Result]) -> list[str]:
         phase = case.phase if case.who not in ("network", "host", "link") else "any"
         groups.setdefault((case.who, phase, case.how), []).append(result)
     lines = [f"| fault | phase | how | n | {' | '.join(OUTCOMES)} | longest recovery, s |", "|---" * 9 + "|"]
-    for (who, phase, how), found in groups.items():
+    for (who, phase, how), found in sorted(groups.items(), key=lambda item: _place(*item[0])):
         counts = Counter(result.outcome for result in found)
         slowest = max(result.recovered_s for result in found)
         shown = " | ".join(str(counts[outcome] or "") for outcome in OUTCOMES)
         lines.append(f"| {who} | {phase} | {how} | {len(found)} | {shown} | {slowest:.1f} |")
     return lines
+
+
+def _place(who: str, phase: str, how: str) -> tuple[int, int, str]:
+    order = (*ROLES, "network", "link", "host")
+    return order.index(who), ("any", *PHASES).index(phase), how
 
 
 def write_table(path: Path, results: Sequence[Result], seed: int) -> None:
