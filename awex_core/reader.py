@@ -53,6 +53,7 @@ from awex_core.plan import CopyProgram, SourceIndex, check_precision, index_sour
 from awex_core.process import this_process
 from awex_core.session import LayoutCache, ReaderSession, SessionKey, check_complete, has_traced, refusals
 from awex_core.shadow import Pieces, Shadow, beside_compute
+from awex_core.transfer import shm_staged
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.version import INITIAL, Version
 
@@ -135,6 +136,7 @@ class WeightReader:
         self.model, self.engine, self.config, self.controlled = model, engine, config, controlled
         self.version = INITIAL
         stacks.enable()
+        shm_staged.remove_orphans()
         self._client = MetaClient.of(config)
         process = this_process(config, device)
         self._info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)

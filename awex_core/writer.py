@@ -27,6 +27,7 @@ from awex_core.plan import CopyProgram, SourceIndex, check_patterns, index_sourc
 from awex_core.process import this_process
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
 from awex_core.snapshot import PendingSync, Snapshot
+from awex_core.transfer import shm_staged
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.shm import ShmExport
 from awex_core.version import Version
@@ -125,6 +126,7 @@ class WeightWriter:
         self._snapshot: Snapshot | None = None
         self.rank, self.world, self.run = rank, world, run
         stacks.enable()
+        shm_staged.remove_orphans()
         self._client = MetaClient.of(config)
         device = _device_of(memory)
         self._process: Process = this_process(config, device)

@@ -4,11 +4,12 @@ One ring per (writer, worker) pair: a header of two counters, a few slots, and
 a checksum for each. The writer fills slots and raises ``written``, the worker
 empties them and raises ``read``; each has one writer, so no lock is needed. The segment
 is a file in ``/dev/shm``, mode 0600, unlinked as soon as both ends have mapped
-it, so nothing is left behind however either ends.
+it. What is killed before that leaves its file to the next member that starts.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -36,6 +37,8 @@ _WRITTEN, _READ, _ATTACHED, _CHECKSUM = 0, 1, 2, 3
 _PAUSE_S = 0.0005
 _ALIVE_CHECK_S = 0.2
 _SHM_DIR = Path("/dev/shm")
+_ORPHAN_S = 60.0
+"""A file younger than this may not be locked yet."""
 
 
 class RingAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,9 +58,11 @@ class Ring:
         fd = os.open(path, flags, 0o600)
         try:
             if create:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until ``close``, or the end of this process
                 os.posix_fallocate(fd, 0, size)  # a full /dev/shm is an error here, not a SIGBUS later
             self._map = mmap.mmap(fd, size)
         except OSError as error:
+            os.close(fd)
             if not create:
                 raise
             path.unlink()
@@ -65,8 +70,9 @@ class Ring:
                 f"no shared memory for staging: {size} bytes in {path.parent}: {os.strerror(error.errno or 0)}; "
                 "make it larger, or set a smaller AWEX_BUCKET_BYTES"
             ) from error
-        finally:
-            os.close(fd)
+        self._locked: int | None = fd
+        if not create:
+            self._unlock()
         self.path, self.slot_nbytes, self.peer_pid = path, slot_nbytes, peer_pid
         self._counters = np.frombuffer(self._map, dtype=np.uint64, count=_HEADER // 8)
         body = torch.frombuffer(self._map, dtype=torch.uint8, offset=_HEADER, count=_SLOTS * slot_nbytes)
@@ -134,6 +140,32 @@ class Ring:
         """Drop the mapping's name; the memory goes with the last user."""
         with suppress(FileNotFoundError):
             self.path.unlink()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._locked is not None:
+            os.close(self._locked)
+            self._locked = None
+
+
+def remove_orphans(folder: Path = _SHM_DIR) -> list[str]:
+    """Remove the rings of this user whose creators were killed before both ends had mapped them; returns their names.
+
+    A creator that lives holds a lock on its file, also where it is in another PID namespace.
+    """
+    removed = []
+    for path in folder.glob("awex-*"):
+        with suppress(OSError):  # another user's, or gone by now
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                about = os.fstat(fd)
+                if about.st_uid == os.geteuid() and time.time() - about.st_mtime > _ORPHAN_S:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                    removed.append(path.name)
+            finally:
+                os.close(fd)
+    return removed
 
 
 def _alive(pid: int) -> bool:

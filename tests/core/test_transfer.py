@@ -6,6 +6,8 @@ import mmap
 import os
 import resource
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -197,6 +199,34 @@ class TestShmStaged(TransportTests):
         assert segments_of(os.getpid()) == []
         with pytest.raises(TransferError, match=f"process {os.getpid()} cannot be mapped"):
             shm_staged.attach_ring(ring.address)
+
+    def test_rings_whose_creators_were_killed_are_removed_and_no_others(self, tmp_path: Path) -> None:
+        """A creator that lives holds a lock; a file that is young may not be locked yet."""
+        make = "from pathlib import Path; from awex_core.transfer.shm_staged import Ring; import os, sys, time\n"
+        make += "Ring(Path(sys.argv[1]), 4096, 1, create=True); print('made', flush=True); time.sleep(60)"
+        children, old = [], time.time() - 120
+        for name in ("awex-1-killed", "awex-2-lives"):
+            command = [sys.executable, "-c", make, str(tmp_path / name)]
+            children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        try:
+            for child in children:
+                assert child.stdout is not None and child.stdout.readline() == "made\n"
+            children[0].kill()
+            children[0].wait()
+            for name in ("awex-1-killed", "awex-2-lives", "somebody-elses"):
+                (tmp_path / name).touch()
+                os.utime(tmp_path / name, (old, old))
+            (tmp_path / "awex-3-young").touch()
+            assert shm_staged.remove_orphans(tmp_path) == ["awex-1-killed"]
+            assert sorted(path.name for path in tmp_path.iterdir()) == [
+                "awex-2-lives",
+                "awex-3-young",
+                "somebody-elses",
+            ]
+        finally:
+            for child in children:
+                child.kill()
+                child.communicate()
 
     def test_a_bucket_that_fails_its_checksum_is_left_out_and_named(self) -> None:
         """The others arrive."""
