@@ -1,6 +1,6 @@
 """The fault campaign: real processes are killed, stopped, cut off and starved, and nobody may be served a mixture.
 
-    python -m tests.chaos [--seed 0] [--count 354] [--only TEXT] [--jobs 2] [--write docs/reliability.md]
+    python -m tests.chaos [--seed 0] [--count 354] [--only TEXT] [--jobs 2] [--write docs/reliability.md [--add]]
 
 A meta server, a trainer of two ranks, a vLLM server (TP 2) and an SGLang server follow one another in tiny float32
 models, while clients ask both engines all the time. Each case strikes at one point of one sync, and then
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=2, help="stages side by side; most of a case's time is waiting")
     parser.add_argument("--write", type=Path, help="Markdown file that gets the table, between its markers")
+    parser.add_argument("--add", action="store_true", help="add to the table that is there, instead of replacing it")
     args = parser.parse_args()
     os.environ.update(OFFLINE)
     mark = leftovers.mark_this_run()
@@ -57,7 +58,7 @@ def main() -> None:
         left = leftovers.find(mark)
         leftovers.end(left)
     if args.write:
-        write_table(args.write, results, args.seed)
+        write_table(args.write, results, args.seed, add=args.add)
     print(f"logs: {folder}")
     line = summary(results, [leftovers.describe(process) for process in left])
     print(line)

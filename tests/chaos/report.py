@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
@@ -32,20 +33,47 @@ def describe(result: Result) -> str:
     return line + "".join(f"\n    {kind}: {fault}" for kind, fault in result.faults)
 
 
-def table(results: Sequence[Result]) -> list[str]:
-    """Rows by fault, phase and way, in Markdown."""
-    groups: dict[tuple[str, str, str], list[Result]] = {}
+@dataclass
+class Row:
+    """What came of the cases of one fault, phase and way."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+
+
+Rows = dict[tuple[str, str, str], Row]
+
+
+def rows_of(results: Sequence[Result]) -> Rows:
+    """The rows of a campaign."""
+    rows: Rows = {}
     for result in results:
         case = result.case
         phase = case.phase if case.who not in ("network", "host", "link") else "any"
-        groups.setdefault((case.who, phase, case.how), []).append(result)
+        row = rows.setdefault((case.who, phase, case.how), Row())
+        row.outcomes[result.outcome] += 1
+        row.slowest_s = max(row.slowest_s, result.recovered_s)
+    return rows
+
+
+def table(rows: Rows) -> list[str]:
+    """Rows by fault, phase and way, in Markdown."""
     lines = [f"| fault | phase | how | n | {' | '.join(OUTCOMES)} | longest recovery, s |", "|---" * 9 + "|"]
-    for (who, phase, how), found in sorted(groups.items(), key=lambda item: _place(*item[0])):
-        counts = Counter(result.outcome for result in found)
-        slowest = max(result.recovered_s for result in found)
-        shown = " | ".join(str(counts[outcome] or "") for outcome in OUTCOMES)
-        lines.append(f"| {who} | {phase} | {how} | {len(found)} | {shown} | {slowest:.1f} |")
+    for (who, phase, how), row in sorted(rows.items(), key=lambda item: _place(*item[0])):
+        shown = " | ".join(str(row.outcomes[outcome] or "") for outcome in OUTCOMES)
+        lines.append(f"| {who} | {phase} | {how} | {row.outcomes.total()} | {shown} | {row.slowest_s:.1f} |")
     return lines
+
+
+def read_table(lines: Sequence[str]) -> Rows:
+    """The rows that ``table`` has written."""
+    rows: Rows = {}
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 5 + len(OUTCOMES) and cells[3].isdigit():
+            counts = {outcome: int(cell or 0) for outcome, cell in zip(OUTCOMES, cells[4:-1], strict=True)}
+            rows[cells[0], cells[1], cells[2]] = Row(Counter(counts), float(cells[-1]))
+    return rows
 
 
 def _place(who: str, phase: str, how: str) -> tuple[int, int, str]:
@@ -53,17 +81,24 @@ def _place(who: str, phase: str, how: str) -> tuple[int, int, str]:
     return order.index(who), ("any", *PHASES).index(phase), how
 
 
-def write_table(path: Path, results: Sequence[Result], seed: int) -> None:
-    """Put the table between the markers of a file.
+def write_table(path: Path, results: Sequence[Result], seed: int, *, add: bool = False) -> None:
+    """Put the table between the markers of a file; or ``add`` to what another campaign has put there.
 
     Raises:
         ValueError: the file has no markers.
     """
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    old, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path} lacks {BEGIN} or {END}")
     answers = sum(result.answers for result in results)
-    about = f"{date.today():%Y-%m-%d}, seed {seed}, {answers} answers checked: `{summary(results)}`"
-    body = "\n".join(["", about, "", *table(results), ""])
+    about = [f"- {date.today():%Y-%m-%d}, seed {seed}, {answers} answers checked: `{summary(results)}`"]
+    rows = rows_of(results)
+    if add:
+        about = [*(line for line in old.splitlines() if line.startswith("- ")), *about]
+        for key, row in read_table(old.splitlines()).items():
+            mine = rows.setdefault(key, Row())
+            mine.outcomes.update(row.outcomes)
+            mine.slowest_s = max(mine.slowest_s, row.slowest_s)
+    body = "\n".join(["", *about, "", *table(rows), ""])
     path.write_text(f"{before}{BEGIN}{body}{END}{after}", encoding="utf-8")
