@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Literal, TypeVar
 
 from awex_core import stacks
@@ -52,7 +52,9 @@ _GRACE_S = 10.0
 class EngineController:
     """The control task of one engine, in one process that accepts its requests."""
 
-    def __init__(self, host: EngineHost, *, engine: str, config: SyncConfig, require_version: bool = False) -> None:
+    def __init__(
+        self, host: EngineHost, *, engine: str, config: SyncConfig, require_version: bool = False, instance: str = ""
+    ) -> None:
         """Make a controller; ``start`` joins, ``run`` works.
 
         Args:
@@ -60,6 +62,8 @@ class EngineController:
             engine: its name, the same for all its controllers and workers.
             config: the settings.
             require_version: refuse generation until a trainer's version is served (dummy weights, say).
+            instance: tells this engine from an earlier one of its name; the same for all its controllers. Without
+                one, no other process takes over.
         """
         self.engine, self.config, self.require_version = engine, config, require_version
         self.state: EngineState = "ready"
@@ -77,7 +81,8 @@ class EngineController:
         self._lease_s = 0.0
         self._prepared = ""
         self._paused = False
-        self._stood_by = False
+        self._instance = instance
+        self._inherits = False
         """Another process has controlled this engine; what became of it under that one is not known here."""
         self._took_over = False
         self._repaired = False
@@ -105,10 +110,10 @@ class EngineController:
             state=self.state,
             version=self.version,
             reason=self.reason,
-            stood_by=self._stood_by,
+            instance=self._instance,
         )
         self.elected = reply.elected
-        self._stood_by |= not reply.elected
+        self._inherits |= reply.inherits
         return reply.lease_s
 
     async def _call(self, function: Callable[[], _T]) -> _T:
@@ -174,7 +179,7 @@ class EngineController:
         if not self.elected:
             await self._follow(view)
             return
-        if self._stood_by:
+        if self._inherits:
             if seen is None or not seen.controller:
                 return  # from before the election
             await self._take_over(seen)
@@ -200,7 +205,7 @@ class EngineController:
     async def _take_over(self, seen: EngineView) -> None:
         """Go on with an engine whose controller fell silent, at whatever point."""
         self.state, self.version, self.reason = seen.state, seen.version, seen.reason
-        self._stood_by, self._took_over = False, True
+        self._inherits, self._took_over = False, True
         logger.info(
             "awex: engine %s: this process takes over; state %s, version %s", self.engine, self.state, self.version
         )
@@ -272,7 +277,7 @@ class EngineController:
     async def _follow(self, view: JobView) -> None:
         """Another process controls this engine: show its state, stand ready to take over."""
         seen = view.engines.get(self.engine)
-        if seen is not None:
+        if seen is not None and seen.instance == self._instance:  # and not one that had this name before
             self.state, self.version, self.reason = seen.state, seen.version, seen.reason
         if seen is None or not seen.controller:
             await self._call(self._join)
@@ -335,7 +340,7 @@ class EngineController:
             await self._commit(sync.version, figures, limit_s)
         except Exception as error:
             if not self.elected or isinstance(error, Fenced):
-                self._paused, self._stood_by = False, True  # by now the engine is another process's to look after
+                self._paused = False  # by now the engine is another process's to look after
                 raise
             if self.state == "updating":
                 await self._torn(sync.version, str(error), limit_s)
@@ -382,13 +387,20 @@ class EngineController:
         await self._within(_GRACE_S, self._host.resume(self.version), "the engine to resume")
         self._paused = False
 
-    async def _within(self, limit_s: float, call: Awaitable[None], what: str) -> None:
+    async def _within(self, limit_s: float, call: Coroutine[Any, Any, None], what: str) -> None:
+        # Not asyncio.wait_for: before Python 3.12 it loses a cancellation that comes as the call ends.
+        task = asyncio.ensure_future(call)
         try:
-            await asyncio.wait_for(call, limit_s)
-        except asyncio.TimeoutError as error:
+            done, _ = await asyncio.wait([task], timeout=limit_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            task.cancel()
             message = f"engine {self.engine}: waited {limit_s:.0f} s for {what}"
             stacks.dump(message)
-            raise SyncTimeout(message) from error
+            raise SyncTimeout(message)
+        task.result()
 
     async def _commit(self, version: Version, figures: dict[str, float], limit_s: float) -> None:
         failure = await self._call(lambda: self._await_workers(version, limit_s, "reported"))
@@ -483,7 +495,11 @@ async def start_following(host: EngineHost) -> tuple[EngineController, asyncio.T
     """
     options = EngineOptions.from_env()
     controller = EngineController(
-        host, engine=options.engine, config=SyncConfig.from_env(), require_version=options.require_version
+        host,
+        engine=options.engine,
+        config=SyncConfig.from_env(),
+        require_version=options.require_version,
+        instance=options.instance,
     )
     try:
         await controller.start()

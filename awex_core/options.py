@@ -36,6 +36,9 @@ _ENV = {
 """Flag -> variable."""
 
 
+_INSTANCE = "AWEX_ENGINE_INSTANCE"
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """What is particular to one engine; the rest is ``SyncConfig``.
@@ -48,6 +51,8 @@ class EngineOptions:
     workers: int
     kv: KvMode
     require_version: bool
+    instance: str = ""
+    """Drawn when the engine starts, and the same in all its processes."""
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> EngineOptions:
@@ -68,6 +73,7 @@ class EngineOptions:
             workers=int(workers),
             kv=kv,  # type: ignore[arg-type]  # checked above
             require_version=environ.get("AWEX_REQUIRE_VERSION", "") not in ("", "0"),
+            instance=environ.get(_INSTANCE, ""),
         )
 
 
@@ -131,13 +137,14 @@ def read_flags(args: argparse.Namespace) -> bool:
     return True
 
 
-def settle_engine(kind: str, *, workers: int, dummy_weights: bool) -> EngineOptions:
+def settle_engine(kind: str, *, workers: int, dummy_weights: bool, starts: bool) -> EngineOptions:
     """Complete the environment of an engine's processes: its name, how many workers it has; check all settings.
 
     Args:
         kind: begins the name of an engine that was given none.
         workers: over all its parallel dimensions.
         dummy_weights: it serves nothing until it has received a version.
+        starts: an engine starts by this call; otherwise several processes of one may call, the first one first.
 
     Raises:
         ConfigError: a setting is missing or malformed, or there is no checkpoint where one is named.
@@ -146,10 +153,18 @@ def settle_engine(kind: str, *, workers: int, dummy_weights: bool) -> EngineOpti
         os.environ["AWEX_REQUIRE_VERSION"] = "1"
     os.environ.setdefault("AWEX_ENGINE", f"{kind}-{socket.gethostname()}-{secrets.token_hex(3)}")
     os.environ["AWEX_ENGINE_WORKERS"] = str(workers)
+    _draw_instance(starts)
     config = SyncConfig.from_env()
     if config.repair_checkpoint:
         read_headers(Path(config.repair_checkpoint))
     return EngineOptions.from_env()
+
+
+def _draw_instance(starts: bool) -> None:
+    """A new one, unless this process or its parent has drawn it for the engine that they are of."""
+    pid, _, _ = os.environ.get(_INSTANCE, "").partition("-")
+    if starts or pid not in (str(os.getpid()), str(os.getppid())):
+        os.environ[_INSTANCE] = f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def check_meta_server() -> None:

@@ -136,11 +136,11 @@ class MetaClient:
         state: EngineState = "ready",
         version: Version = INITIAL,
         reason: str = "",
-        stood_by: bool = False,
+        instance: str = "",
     ) -> JoinReply:
         """Stand for election as ``engine``'s controller; one that is not elected calls again to stand by."""
         message = JoinController(
-            engine=engine, process=process, state=state, version=version, reason=reason, stood_by=stood_by
+            engine=engine, process=process, state=state, version=version, reason=reason, instance=instance
         )
         return self._post(message, JoinReply)
 

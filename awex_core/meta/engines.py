@@ -41,6 +41,13 @@ class Engine:
     def elected(self) -> Seat[JoinController] | None:
         return self.controller if self.controller is not None and not self.controller.gone else None
 
+    def controlled_before_by_another_process_of(self, message: JoinController) -> bool:
+        """Whether the caller takes over an engine that goes on, instead of starting one under an old name."""
+        old = self.controller
+        if old is None or old.incarnation == message.process.incarnation:
+            return False
+        return bool(message.instance) and old.info.instance == message.instance
+
     def dropped_at(self, lease_s: float) -> float:
         """When this engine is forgotten: infinity while any of its members is there."""
         seats: list[AnySeat] = [*self.workers.values()]
@@ -61,6 +68,7 @@ class Engine:
             live=self.live,
             controller=elected.incarnation if elected else "",
             workers=[self.workers[rank].info for rank in sorted(self.workers) if not self.workers[rank].gone],
+            instance=self.controller.info.instance if self.controller else "",
         )
 
 

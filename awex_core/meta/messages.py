@@ -106,6 +106,8 @@ class EngineView(_Message, frozen=True):
     controller: str
     """Incarnation of the elected controller; empty when there is none."""
     workers: list[WorkerInfo]
+    instance: str = ""
+    """That of the controller that was elected last."""
 
 
 class Resend(_Message, frozen=True):
@@ -207,7 +209,8 @@ class JoinWorker(_Message, frozen=True):
 class JoinController(_Message, frozen=True):
     """A controller stands for election; ``version`` is what the engine serves, ``reason`` why it does not.
 
-    One that has ``stood_by`` only knows what another one last said, so that what is recorded stands.
+    ``instance`` is drawn when an engine starts, and is the same in all its processes: one that takes over from
+    another process of the same instance goes on from what that one last said.
     """
 
     engine: str
@@ -215,15 +218,19 @@ class JoinController(_Message, frozen=True):
     state: EngineState = "ready"
     version: Version = INITIAL
     reason: str = ""
-    stood_by: bool = False
+    instance: str = ""
 
 
 class JoinReply(_Message, frozen=True):
-    """``epoch`` is 0 for a writer until all ranks of its run have joined; ``elected`` is for controllers."""
+    """``epoch`` is 0 for a writer until all ranks of its run have joined; the others are for controllers.
+
+    ``inherits``: what another process of the same engine has said of it stands, and not this one's word.
+    """
 
     lease_s: float
     epoch: int = 0
     elected: bool = True
+    inherits: bool = False
 
 
 class Heartbeat(_Message, frozen=True):

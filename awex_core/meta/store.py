@@ -156,11 +156,11 @@ class JobStore:
         engine = self._engines.named(message.engine)
         if engine.elected and engine.elected.incarnation != message.process.incarnation:
             return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch, elected=False)
-        recorded = message.stood_by and engine.controller is not None
+        inherits = engine.controlled_before_by_another_process_of(message)
         self._engines.elect(engine, message, now)
-        if not recorded:
+        if not inherits:
             self._set_state(engine, message.state, message.version, message.reason)
-        return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch)
+        return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch, inherits=inherits)
 
     def heartbeat(self, message: Heartbeat, now: float) -> HeartbeatReply:
         """Renew leases. A lapsed one is not renewed: its member must join again, and say where it stands."""

@@ -7,6 +7,7 @@ End-to-end tests use real engines.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -138,7 +139,9 @@ class FakeEngine:
         for model in self.models:
             model.on_finish = on_finish
         self.readers: list[WeightReader] = []
-        self.controller = EngineController(self, engine=name, config=config, require_version=require_version)
+        self.controller = EngineController(
+            self, engine=name, config=config, require_version=require_version, instance=secrets.token_hex(8)
+        )
         self.events: list[str] = []
         self._task: asyncio.Task[None] | None = None
 

@@ -38,6 +38,7 @@ def settle(settings: Mapping[str, Any]) -> None:
         "sglang",
         workers=settings["tp_size"] * settings["pp_size"] * settings["dp_size"],
         dummy_weights=settings["load_format"] == "dummy",
+        starts=True,
     )
     if engine.kv == "keep" and not settings["disable_radix_cache"]:
         raise ConfigError(

@@ -61,6 +61,7 @@ def export_options(args: argparse.Namespace) -> None:
         "vllm",
         workers=args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size,
         dummy_weights=getattr(args, "load_format", None) == "dummy",
+        starts=False,  # every API server reads the flags
     )
     if engine.kv == "keep" and getattr(args, "enable_prefix_caching", None) is not False:
         raise ConfigError(

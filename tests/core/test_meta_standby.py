@@ -46,10 +46,10 @@ def server():
 
 
 @asynccontextmanager
-async def control(server: MetaServer):
+async def control(server: MetaServer, instance: str = "i"):
     """A controller at work, until the end of the block."""
     config = SyncConfig(meta_server=server.address, token=TOKEN, connect_timeout_s=5)
-    controller = EngineController(Host(), engine="e", config=config)
+    controller = EngineController(Host(), engine="e", config=config, instance=instance)
     await controller.start()
     work = asyncio.create_task(controller.run())
     try:
@@ -136,6 +136,24 @@ def test_an_engine_whose_controller_fell_silent_during_an_update_is_torn(server)
     asyncio.run(scenario())
 
 
+def test_an_engine_that_is_started_again_under_its_name_is_not_what_it_was(server):
+    """It serves its own checkpoint, whatever the one before it served last."""
+
+    async def scenario() -> None:
+        async with control(server, "first start") as first, control(server, "second start") as second:
+            first.version = Version(1, 3)
+            await first._set_state("torn", "half written")
+            await asyncio.sleep(LEASE)
+            assert (second.state, second.version, second.elected) == ("ready", Version(0, 0), False)
+            silence(first)
+            await until(lambda: second.elected, 30)
+            await until(lambda: engine_seen_by(second).version == Version(0, 0), 30)
+            view = engine_seen_by(second)
+            assert (view.state, view.instance) == ("ready", "second start") and second._host.events == []
+
+    asyncio.run(scenario())
+
+
 def test_a_controller_that_sees_itself_elected_acts_on_it(server):
     """The lease keeper joins in its own thread: the view may show the election before the keeper has its reply."""
 
@@ -143,7 +161,7 @@ def test_a_controller_that_sees_itself_elected_acts_on_it(server):
         async with AsyncExitStack() as end_of_first:
             await end_of_first.enter_async_context(control(server))
             config = SyncConfig(meta_server=server.address, token=TOKEN, connect_timeout_s=5)
-            second = EngineController(Host(), engine="e", config=config)
+            second = EngineController(Host(), engine="e", config=config, instance="i")
             await second.start()
             second._leases.close()
             await end_of_first.aclose()

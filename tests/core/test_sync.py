@@ -1036,7 +1036,7 @@ def test_an_engine_whose_controller_is_stopped_during_an_update_is_taken_over(
     """The other one finds whether weights may be mixed; the one that was stopped leaves the engine alone after that."""
     engine = loop.engine("e", 2, config)
     first = engine.controller
-    second = EngineController(engine, engine="e", config=config)
+    second = EngineController(engine, engine="e", config=config, instance=first._instance)
     loop.run(second.start())
     task = loop.start(second.run())
     trainer = make_trainer()
