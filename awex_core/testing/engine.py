@@ -48,7 +48,7 @@ PROMPT = list(b"Whatever was computed from older weights is not read again once 
 TOKENS = 8
 """How many tokens of an answer are compared."""
 
-LONG = 400
+LONG = 550
 """How many tokens are asked for by requests that are to be in flight during a sync."""
 
 
@@ -430,11 +430,12 @@ class EngineTests(SiteTests):
             pool = stack.enter_context(ThreadPoolExecutor())
             flying = site.requests_in_flight(pool)
             with site.unfinished(trainer, self.long_s, self.one_sided):
+                paused = [request for request in flying if not request.done()]  # others ended before it was paused
                 trainer.ranks[1].kill()
                 with pytest.raises(TrainerError, match="rank 1"):
                     trainer.ranks[0].receive(self.long_s + PATIENCE_S)
             state = site.check_intact_or_refusing(before)
-            for request in flying:
+            for request in paused:
                 assert state == "ready" or not _is_complete(request), "a torn engine went on with a request"
         with site.trainer(3) as trainer:
             site.check_serves(trainer.publish(1), 3)
