@@ -101,6 +101,11 @@ class SyncFailed(AwexError, RuntimeError):
         super().__init__(list_faults(summary, [f"{engine}: {reason}" for engine, reason in failed.items()]))
 
 
+def first_line(error: Exception) -> str:
+    """What an error of somebody else's says, without what follows it; its kind if it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def list_faults(summary: str, faults: Sequence[str]) -> str:
     """One message: the summary, the first faults one a line, and how many were left out."""
     lines = [summary, *(f"  - {fault}" for fault in faults[:MAX_LISTED_FAULTS])]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from awex_core import stacks
@@ -23,8 +22,8 @@ from awex_core.commit.digest import (
     digest_program,
     empty_lanes,
     held_plan,
-    in_lanes,
     lanes_of,
+    names_in_lanes,
     sum_lanes,
     unpack_lanes,
     verified_tensors,
@@ -577,7 +576,7 @@ class WeightReader:
             self._receive_again(attempt, traced, session, memory, sorted(suspects))
             wrong = differing()
         if wrong:
-            names = [tensors[int(t)].name for t in np.flatnonzero(in_lanes(wrong, len(tensors)) & only)]
+            names = names_in_lanes(wrong, tensors, only)
             summary = (
                 f"the digest of version {sync.version} differs from the trainer's, also after "
                 f"{attempt.figures['repulled_nbytes']:.0f} bytes were received once more, among"
@@ -595,7 +594,7 @@ class WeightReader:
             VerifyError: what came was damaged once more.
         """
         tensors, progress = traced.layout.tensors, Progress()
-        names = [tensors[int(t)].name for t in np.flatnonzero(in_lanes(lanes, len(tensors)))]
+        names = names_in_lanes(lanes, tensors)
         why = [damage.what for damage in attempt.progress.damaged] or ["the digest differs"]
         logger.warning(
             "%s", list_faults(f"awex: worker {self._info.rank}: receiving {len(names)} tensors once more:", why)

@@ -144,23 +144,28 @@ class WeightWriter:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="awex-publish")
 
     def _join(self) -> JoinReply:
-        reply = self._client.join_writer(self._info())
-        self._info()  # a meta server that was restarted before it heard of this rank has lost the blobs: put them again
-        return reply
-
-    def _info(self) -> WriterInfo:
-        # Blobs are put again at every join: a meta server that was restarted has lost them.
         endpoint = msgspec.msgpack.encode(self._export.endpoint) if self._export else b""
-        return WriterInfo(
+        blobs = {
+            "layout": encode_layout(self.layout),
+            "endpoint": endpoint,
+            "manifest": encode_manifest(self._manifest),
+        }
+
+        def put() -> dict[str, str]:
+            return {name: self._client.put_blob(data) for name, data in blobs.items()}
+
+        # At every join: a meta server that was restarted has lost them.
+        info = WriterInfo(
             rank=self.rank,
             world=self.world,
             run=self.run,
             process=self._process,
-            layout=self._client.put_blob(encode_layout(self.layout)),
-            endpoint=self._client.put_blob(endpoint),
-            manifest=self._client.put_blob(encode_manifest(self._manifest)),
             snapshot=self._snapshot is not None,
+            **put(),
         )
+        reply = self._client.join_writer(info)
+        put()  # and one that was restarted between the two has lost them again
+        return reply
 
     def _wait_for_run(self) -> None:
         """Wait for the other ranks: the run has an epoch once all have joined."""
@@ -311,11 +316,11 @@ class WeightWriter:
             self._leases.check(self._process.incarnation)
             if not self._writes(view):  # the numbers in it may be those of the run that took over
                 return None
-            sync = _find_sync(view, number)
-            if sync is None and view.sync is not None and view.sync.version.number > number:
+            newer = view.sync is not None and view.sync.version.number > number
+            if newer and _find_sync(view, number) is None:
                 raise SyncTimeout(f"version {number} has ended, and so has a later one, while this rank waited")
             # It was announced, so a server that does not know it has been restarted, and cannot tell how it ends.
-            return view if ready(sync or _sync_of(view, number)) else None
+            return view if ready(_sync_of(view, number)) else None
 
         # The server ends every sync at its limit; only a server that is gone makes this wait longer.
         return self._client.wait_for(reached, timeout_s=limit + _GRACE_S, what=what)

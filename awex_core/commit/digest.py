@@ -145,10 +145,17 @@ def in_lanes(lanes: Collection[int], count: int) -> npt.NDArray[np.bool_]:
     return np.isin(lane_of(np.arange(count), count), list(lanes))
 
 
+def names_in_lanes(
+    lanes: Collection[int], tensors: Sequence[CanonicalTensor], only: npt.NDArray[np.bool_] | None = None
+) -> list[str]:
+    """Names of the tensors whose lane is one of these; of those in ``only``, if it is given."""
+    chosen = in_lanes(lanes, len(tensors))
+    return [tensors[int(t)].name for t in np.flatnonzero(chosen if only is None else chosen & only)]
+
+
 def differing_tensors(expected: Lanes, found: Lanes, tensors: Sequence[CanonicalTensor]) -> list[str]:
     """Names of the tensors whose lanes differ (some of them may be right)."""
-    chosen = in_lanes(differing_lanes(expected, found), len(tensors))
-    return [tensors[int(t)].name for t in np.flatnonzero(chosen)]
+    return names_in_lanes(differing_lanes(expected, found), tensors)
 
 
 def verified_tensors(tensors: Sequence[CanonicalTensor], mode: VerifyMode, number: int) -> npt.NDArray[np.bool_]:

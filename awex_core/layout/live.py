@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from awex_core.errors import LayoutError
+from awex_core.errors import LayoutError, first_line
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 
 
@@ -70,8 +70,8 @@ def allocate(sizes: Sequence[tuple[int, torch.device]]) -> Memory:
         except (MemoryError, RuntimeError) as error:  # torch raises the latter, a subclass of it on CUDA only
             total = sum(each for each, _ in sizes)
             missing = total - sum(each.numel() for each in buffers)
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise MemoryError(f"{total} bytes on {device}, and {missing} of them are missing ({reason})") from error
+            said = f"{total} bytes on {device}, and {missing} of them are missing ({first_line(error)})"
+            raise MemoryError(said) from error
     return Memory(tuple(buffers))
 
 

@@ -28,7 +28,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from awex_core.errors import ConfigError, Refused
+from awex_core.errors import ConfigError, Refused, first_line
 from awex_core.meta.job import MAX_JOBS
 from awex_core.meta.limits import Limits
 
@@ -185,7 +185,7 @@ class RedisStore:
                 version = str(client.info("server")["redis_version"])
         except (RedisError, OSError) as error:
             raise ConfigError(
-                f"the store {self.shown} cannot be used: {_first_line(error)}; check --store or AWEX_STORE, and that "
+                f"the store {self.shown} cannot be used: {first_line(error)}; check --store or AWEX_STORE, and that "
                 "Redis runs there"
             ) from error
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
@@ -263,7 +263,7 @@ class RedisStore:
         try:
             yield
         except (RedisError, OSError, asyncio.TimeoutError) as error:
-            why = "no answer in time" if isinstance(error, TimeoutError | asyncio.TimeoutError) else _first_line(error)
+            why = "no answer in time" if isinstance(error, TimeoutError | asyncio.TimeoutError) else first_line(error)
             raise Refused("unavailable", f"the store {self.shown} cannot be used: {why}") from error
 
 
@@ -298,7 +298,3 @@ def _blob_keys(job: str) -> list[str]:
 
 def _logged(id: bytes, fields: dict[bytes, bytes]) -> Logged:
     return Logged(id, int(fields[b"n"]), fields[b"e"])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from awex_core.errors import TransferError
+from awex_core.errors import TransferError, first_line
 from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
@@ -269,7 +269,7 @@ class _Pipeline:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
             verb = "sending to" if self._sending else "receiving from"
-            raise TransferError(f"{verb} {peer} failed after {progress.nbytes} bytes: {_first_line(error)}") from error
+            raise TransferError(f"{verb} {peer} failed after {progress.nbytes} bytes: {first_line(error)}") from error
 
     def abort(self) -> None:
         """End a ``send`` of another thread."""
@@ -369,7 +369,3 @@ def plan_buckets(program: CopyProgram, limit: int, *, direct: bool) -> list[tupl
     pieces = split_pieces(program, size)
     alone = unpacked_pieces(pieces) if direct else None
     return [(pieces, bucket) for bucket in make_buckets(pieces, size, alone)]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from awex_core.errors import TransferError
+from awex_core.errors import TransferError, first_line
 from awex_core.transfer.base import Deadline
 
 SECRET_NBYTES = 32
@@ -110,7 +110,6 @@ class _Pair:
         try:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TransferError(
-                f"{self._name} did not prove that it belongs to the transfer group: {reason}"
+                f"{self._name} did not prove that it belongs to the transfer group: {first_line(error)}"
             ) from error

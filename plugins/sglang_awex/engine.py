@@ -13,6 +13,7 @@ import hmac
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -59,8 +60,16 @@ class Worker:
         if name == "wait":
             return self._wait(float(argument))
         arguments = [argument] if argument else []
-        self._work = self._thread.submit(getattr(self, f"_{name}"), *arguments)
+        self._work = self._thread.submit(self._carry_out, name, getattr(self, f"_{name}"), arguments)
         return RUNNING
+
+    def _carry_out(self, name: str, work: Callable[..., None], arguments: list[str]) -> None:
+        """The engine's control task only learns that a rank failed; the rank's log says why."""
+        try:
+            work(*arguments)
+        except Exception as error:
+            logger.error("awex: this rank could not %s: %s", name, error)
+            raise
 
     def _wait(self, seconds: float) -> str:
         work = self._work
@@ -72,13 +81,9 @@ class Worker:
 
     def _prepare(self) -> None:
         """Join the job, and trace the model if a trainer is there. Called again when one appears."""
-        try:
-            if self._reader is None:
-                self._reader = self._join()
-            self._reader.prepare()
-        except Exception as error:
-            logger.error("awex: this rank cannot join: %s", error)
-            raise
+        if self._reader is None:
+            self._reader = self._join()
+        self._reader.prepare()
 
     def _join(self) -> WeightReader:
         options, runner = EngineOptions.from_env(), compat.target_runner(self._manager)
@@ -110,11 +115,7 @@ class Worker:
         self._joined().finish()
 
     def _repair(self) -> None:
-        try:
-            self._joined().repair()
-        except Exception as error:
-            logger.error("awex: this rank cannot be repaired from disk: %s", error)
-            raise
+        self._joined().repair()
 
     def _joined(self) -> WeightReader:
         if self._reader is None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -879,22 +880,29 @@ def test_nothing_stays_paused_when_resuming_fails_once(
 # The meta server
 
 
+@contextmanager
+def restarted(meta: MetaServer, loop: Loop, trainer: Trainer) -> Iterator[None]:
+    """The meta server starts anew at its address; all members leave before it ends."""
+    host, port = meta.address.rsplit(":", 1)
+    meta.stop()
+    with MetaServer(TOKEN, host=host, port=int(port), lease_s=LEASE_S):
+        yield
+        trainer.close()
+        for each in list(loop.engines):
+            loop.stop(each)
+
+
 def test_a_restarted_meta_server_is_joined_again_and_versions_go_on_rising(
     meta: MetaServer, loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
 ) -> None:
     engine = loop.engine("e", 2, config)
     trainer = make_trainer()
     trainer.write(1)
-    host, port = meta.address.rsplit(":", 1)
-    meta.stop()
-    with MetaServer(TOKEN, host=host, port=int(port), lease_s=LEASE_S):
+    with restarted(meta, loop, trainer):
         eventually(lambda: trainer.writers[0].wait_for_engines(1, timeout_s=20) == ["e"], 30)
         result = trainer.write(2)
         assert result.committed == ("e",) and result.version > Version(1, 1)
         assert holds(engine, trainer.weights)
-        trainer.close()
-        for each in list(loop.engines):
-            loop.stop(each)
 
 
 def test_a_version_that_a_restarted_meta_server_has_lost_ends_at_once(
@@ -908,18 +916,13 @@ def test_a_version_that_a_restarted_meta_server_has_lost_ends_at_once(
     trainer.train(2)
     calls = trainer.start(2, timeout_s=500)
     assert gate.reached.wait(30)
-    host, port = meta.address.rsplit(":", 1)
-    meta.stop()
-    with MetaServer(TOKEN, host=host, port=int(port), lease_s=LEASE_S):
+    with restarted(meta, loop, trainer):
         for call in calls:
             with pytest.raises(MetaServerError, match="no longer knows version 2"):
                 call.result(100)
         gate.open(loop)
         eventually(lambda: engine.controller.state == "torn")
         assert trainer.write(3).committed == ("e",) and holds(engine, trainer.weights)
-        trainer.close()
-        for each in list(loop.engines):
-            loop.stop(each)
 
 
 @pytest.mark.parametrize("request_name", ["join_writer", "join_worker"])
