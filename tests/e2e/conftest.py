@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
+from tests.support.clients import asking
 from tests.support.compare import compare_dumps
 from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer, vllm_forks
 from tests.support.lines import Child
@@ -162,12 +163,10 @@ def check_same(dump: Callable[[Path], object], reference: Child, folder: Path, c
 def write_over_requests(
     complete: Callable[[list[int], int], dict[str, Any]], trainer: TrainerJob, prompt: list[int], tokens: int
 ) -> tuple[dict[str, Any], set[str]]:
-    """Write version 1 while four long requests are in flight; returns the result, and how the requests ended."""
-    with ThreadPoolExecutor(8) as pool:
-        flying = [pool.submit(complete, [seed, *prompt], tokens) for seed in range(4)]
-        complete(prompt, 2)  # by when those before it have begun
+    """Write version 1 over the long requests of four clients; returns the result, and how the requests ended."""
+    with asking(lambda client: complete([client, *prompt], tokens), 4) as answers:
         result = trainer.all("write", version=1, options={})[0]
-        return result, {request.result(timeout=180)["finish"] for request in flying}
+    return result, {answer["finish"] for answer in answers}
 
 
 def ask_all_replicas(complete: Callable[[list[int]], dict[str, Any]], prompt: list[int]) -> list[list[float]]:

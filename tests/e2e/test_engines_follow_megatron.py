@@ -7,9 +7,7 @@ disk, serve the trainers of a case (engine, dtype, tensor parallelism, tied) in 
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import torch
 
 from tests.e2e.conftest import EngineStage, Stages, cases_to_run
+from tests.support.clients import asking
 from tests.support.compare import compare_dumps
 from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer
 from tests.support.sglang_jobs import SglangReference, SglangServer
@@ -33,7 +32,7 @@ PROMPT = list(b"On an Engine that follows its Trainer, and of what it says befor
 
 IN_FLIGHT_TOKENS = 40
 LONG_TOKENS = 1500
-"""More than are computed while a version is written."""
+"""So many that a request is under way when the version changes, however fast the engine is."""
 VERSIONS = 3
 """Two where the model is what matters."""
 
@@ -147,56 +146,48 @@ def _follow(stage: Stage, layout: str) -> None:
 
 
 def _write_with_requests_in_flight(stage: Stage, trainer: TrainerJob, version: int) -> dict[str, Any]:
-    """Write a version while two clients send one request after another, so that some are in flight all the time."""
+    """Write a version while two clients send one short request after another, and on SGLang a third one long ones."""
     stage.server.complete(PROMPT)
     # vLLM has no prefix cache for latent attention on a CPU; elsewhere, without one in use, its reset proves nothing.
     uncached = (stage.case.engine, stage.case.kind) == ("vllm", "deepseek-mla")
     assert (stage.server.complete(PROMPT)["cached"] == 0) == uncached
-    written = threading.Event()
-
-    def keep_asking(seed: int) -> list[dict[str, Any]]:
-        answers = [stage.server.complete([seed, *PROMPT], IN_FLIGHT_TOKENS)]
-        while not written.is_set():
-            answers.append(stage.server.complete([seed, *PROMPT], IN_FLIGHT_TOKENS))
-        return answers
-
-    with ThreadPoolExecutor() as pool, _long_request(stage, pool) as long:
-        clients = [pool.submit(keep_asking, seed) for seed in range(2)]
-        try:
-            results = trainer.all("write", version=version, options={})
-        finally:
-            written.set()
-        answers = [answer for client in clients for answer in client.result(timeout=180)]
+    with (
+        asking(lambda client: stage.server.complete([client, *PROMPT], IN_FLIGHT_TOKENS), 2) as answers,
+        _long_requests(stage) as long,
+    ):
+        results = trainer.all("write", version=version, options={})
     assert all(result["version"] == results[0]["version"] for result in results)
     for answer in answers:
         assert (answer["finish"], len(answer["logprobs"])) == ("length", IN_FLIGHT_TOKENS)
     if isinstance(stage.server, SglangServer):
-        _check_spans(answers, long.result(timeout=180), results[0]["version"])
+        _check_spans([*answers, *long], results[0]["version"])
     return results[0]
 
 
 @contextmanager
-def _long_request(stage: Stage, pool: ThreadPoolExecutor) -> Iterator[Future[dict[str, Any]]]:
-    """On SGLang, which says of each token what version it is from: a request that lasts as long as the block."""
-    if not isinstance(stage.server, SglangServer):
-        yield Future()
+def _long_requests(stage: Stage) -> Iterator[list[dict[str, Any]]]:
+    """On SGLang, which says of each token what version it is from: one long request at any time of the block."""
+    server = stage.server
+    if not isinstance(server, SglangServer):
+        yield []
         return
     name = secrets.token_hex(8)
-    answer = pool.submit(stage.server.begin_completion, [7, *PROMPT], LONG_TOKENS, name)
-    stage.server.complete(PROMPT, 2)  # by when the one before it has begun
-    try:
-        yield answer
-    finally:
-        stage.server.end_completion(name)
+
+    def ask(client: int) -> dict[str, Any]:
+        return server.begin_completion([7 + client, *PROMPT], LONG_TOKENS, name)
+
+    with asking(ask, 1, end=lambda: server.end_completion(name)) as answers:
+        yield answers
 
 
-def _check_spans(answers: list[dict[str, Any]], long: dict[str, Any], newest: str) -> None:
-    """Which version each token is from: without gaps, and of both versions in the answer that was there throughout."""
-    assert len(long["versions"]) == 2 and long["versions"][-1]["version"] == newest
-    for answer in [*answers, long]:
-        ends = [span["end"] for span in answer["versions"]]
-        assert [span["start"] for span in answer["versions"]] == [0, *ends[:-1]]
-        assert ends[-1] == len(answer["tokens"])
+def _check_spans(answers: list[dict[str, Any]], newest: str) -> None:
+    """Which version each token is from: without gaps, and of both in an answer that was under way when they changed."""
+    over = [answer["versions"] for answer in answers if len(answer["versions"]) == 2]
+    assert over and all(versions[-1]["version"] == newest for versions in over)
+    for answer in answers:
+        bounds = [0, *(span["end"] for span in answer["versions"])]
+        assert [span["start"] for span in answer["versions"]] == bounds[:-1]
+        assert bounds[-1] == len(answer["tokens"])
 
 
 def _check_figures(stage: Stage, result: dict[str, Any]) -> None:

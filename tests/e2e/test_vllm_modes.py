@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import StartTrainer, ask_all_replicas, check_same, write_over_requests
+from tests.support.clients import asking
 from tests.support.jobs import MetaServerProcess, Reference, VllmServer, engine_env
 from tests.support.lines import ROOT, Child, end_session
 from tests.support.tiny_models import make_model
@@ -40,13 +40,9 @@ def test_dummy_weights_are_not_served_and_kept_kv_goes_on(
     check_same(server.dump, reference, folder, trainer.checkpoint(model, "1"))
     expected = reference.ask("complete", 120, prompt=PROMPT, max_tokens=8)
     assert server.complete(PROMPT)["logprobs"] == expected["logprobs"]
-    with ThreadPoolExecutor() as pool:
-        flying = [pool.submit(server.complete, [seed, *PROMPT], 600) for seed in range(2)]
-        server.complete(PROMPT, 2)  # by when those before it have begun
+    with asking(lambda client: server.complete([client, *PROMPT], 600), 2) as answers:
         trainer.publish(2)
-        running = [not request.done() for request in flying]
-        answers = [request.result(timeout=180) for request in flying]
-    assert any(running) and all(len(answer["logprobs"]) == 600 for answer in answers)
+    assert all(len(answer["logprobs"]) == 600 for answer in answers)
     assert server.complete(PROMPT)["logprobs"] != expected["logprobs"]
 
 

@@ -19,7 +19,6 @@ import functools
 import gc
 import importlib
 import itertools
-import socket
 import sys
 import time
 import traceback
@@ -35,6 +34,7 @@ from tests.support.cells import NOT_LOADED, SEEDS, Cell, Outcome, merge
 from tests.support.engine_dump import awex_modules
 from tests.support.forks import first_line, run_forked
 from tests.support.lines import answer_stream, serve_commands
+from tests.support.ports import free_port
 
 
 class Cells:
@@ -115,9 +115,7 @@ class Cells:
         """A new folder, and the ranks of an engine that meet there."""
         site, world = self.folder / "builds" / f"{cell.engine}-{next(self._builds)}", cell.layout.world
         site.mkdir(parents=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = int(free.getsockname()[1])
+        port = free_port()
         return site, [Place(rank, world, port, site / "meeting") for rank in range(world)]
 
     def _be_follower(self, cells: Sequence[Cell], place: Place, answers: Path) -> None:

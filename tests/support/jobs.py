@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 
 from tests.support.lines import ROOT, Child, ChildError, end_session
+from tests.support.ports import free_port
 from tests.support.trainer import RENDEZVOUS, TrainerSpec
 from tests.support.warm import ForkServer, Process, start_process
 
@@ -45,13 +45,6 @@ MODULES = (
     "vllm.model_executor.models.qwen3",
 )
 """What vLLM's processes import before they do anything."""
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def engine_env(tp: int) -> dict[str, str]:

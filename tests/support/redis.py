@@ -12,8 +12,8 @@ import pytest
 import redis
 
 from awex_core.meta.tls import Tls
-from tests.support.jobs import free_port
 from tests.support.lines import end_session
+from tests.support.ports import free_port
 
 
 class RedisProcess:
