@@ -152,8 +152,8 @@ def _write_with_requests_in_flight(stage: Stage, trainer: TrainerJob, version: i
     uncached = (stage.case.engine, stage.case.kind) == ("vllm", "deepseek-mla")
     assert (stage.server.complete(PROMPT)["cached"] == 0) == uncached
     with (
+        _long_requests(stage) as long,  # which end after the short ones, and so have gone on for a while
         asking(lambda client: stage.server.complete([client, *PROMPT], IN_FLIGHT_TOKENS), 2) as answers,
-        _long_requests(stage) as long,
     ):
         results = trainer.all("write", version=version, options={})
     assert all(result["version"] == results[0]["version"] for result in results)

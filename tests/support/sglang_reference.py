@@ -37,7 +37,7 @@ def read_generation(answer: dict[str, Any]) -> dict[str, Any]:
         "tokens": answer["output_ids"],
         "logprobs": [logprob for logprob, _, _ in about["output_token_logprobs"]],
         "finish": about["finish_reason"]["type"],
-        "cached": about["cached_tokens"],
+        "cached": about.get("cached_tokens", 0),  # not there when a request was ended before its first token
         "versions": about.get("weight_versions", []),
     }
 
