@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-_MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
-_MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -49,16 +49,16 @@ def mix_block(values: torch.Tensor, base: int, row_step: int, col_step: int, see
 def _mix_block_cpu(values: torch.Tensor, base: int, row_step: int, col_step: int, seed: int) -> int:
     # numpy's unsigned integers shift logically and, in place, stay in the cache: 8 times as fast as torch's.
     bits = values.contiguous().view(_BITS[values.element_size()]).numpy().view(_NUMPY_BITS[values.element_size()])
-    rows = np.arange(bits.shape[0], dtype=np.uint64) * np.uint64(row_step * _GOLDEN % (1 << 64))
-    cols = np.arange(bits.shape[1], dtype=np.uint64) * np.uint64(col_step * _GOLDEN % (1 << 64))
-    rows += np.uint64(((base + 1) * _GOLDEN + seed) % (1 << 64))
+    rows = np.arange(bits.shape[0], dtype=np.uint64) * np.uint64(row_step * GOLDEN % (1 << 64))
+    cols = np.arange(bits.shape[1], dtype=np.uint64) * np.uint64(col_step * GOLDEN % (1 << 64))
+    rows += np.uint64(((base + 1) * GOLDEN + seed) % (1 << 64))
     x: _U64 = rows[:, None] + cols[None, :]
     scratch = np.empty_like(x)
     np.bitwise_xor(x, bits, out=x)
     _xor_shift_in_place(x, 30, scratch)
-    np.multiply(x, np.uint64(_MIX_1 % (1 << 64)), out=x)
+    np.multiply(x, np.uint64(MIX_1 % (1 << 64)), out=x)
     _xor_shift_in_place(x, 27, scratch)
-    np.multiply(x, np.uint64(_MIX_2 % (1 << 64)), out=x)
+    np.multiply(x, np.uint64(MIX_2 % (1 << 64)), out=x)
     _xor_shift_in_place(x, 31, scratch)
     return int(x.sum(dtype=np.uint64))
 
@@ -84,10 +84,10 @@ def mix_sum(bits: torch.Tensor, index: torch.Tensor, seed: int) -> int:
         seed: the tensor's seed, in [0, 2^64).
     """
     signed_seed = seed - (1 << 64) if seed >> 63 else seed
-    x = (index + 1) * _GOLDEN + signed_seed
+    x = (index + 1) * GOLDEN + signed_seed
     x = x ^ bits
-    x = _xor_shift(x, 30) * _MIX_1
-    x = _xor_shift(x, 27) * _MIX_2
+    x = _xor_shift(x, 30) * MIX_1
+    x = _xor_shift(x, 27) * MIX_2
     return int(_xor_shift(x, 31).sum()) % (1 << 64)
 
 

@@ -9,7 +9,8 @@ float32 and an engine that keeps bfloat16 compare what the engine should hold.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from awex_core.commit.modes import LANES, VerifyMode
 from awex_core.errors import LayoutError
+from awex_core.kernels.tiles import digest_batches
 from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
@@ -27,6 +29,9 @@ from awex_core.plan.copies import plan_copies, tensor_seeds
 from awex_core.plan.program import CopyProgram, lower_copies
 from awex_core.plan.select import take_tensors
 from awex_core.transfer.views import descriptor_view
+
+if TYPE_CHECKING:
+    from awex_core.kernels.gpu import Digest
 
 Lanes = npt.NDArray[np.uint64]
 
@@ -61,6 +66,9 @@ def digest_program(
         side: which end of each copy to look at.
         only: per tensor, whether it takes part.
     """
+    devices = {buffer.device for buffer in memory.buffers}
+    if len(devices) == 1 and devices.pop().type == "cuda":
+        return _digest_on_gpu(program, tensors, memory, side, only)
     if only is not None:
         program = take_tensors(program, only)
     lanes = [0] * LANES
@@ -69,6 +77,31 @@ def digest_program(
     for k in range(len(program)):
         lanes[lane[k]] += _digest_descriptor(program, k, memory, side, seeds[int(program.tensor[k])])
     return np.asarray([total % (1 << 64) for total in lanes], dtype=np.uint64)
+
+
+_ON_GPU: WeakKeyDictionary[CopyProgram, tuple[str, tuple[int, ...], Digest]] = WeakKeyDictionary()
+"""Tables of programs that are digested once per version, for the end and the addresses that they were made for."""
+
+
+def _digest_on_gpu(
+    program: CopyProgram,
+    tensors: Sequence[CanonicalTensor],
+    memory: Memory,
+    side: Literal["src", "dst"],
+    only: npt.NDArray[np.bool_] | None,
+) -> Lanes:
+    from awex_core.kernels.gpu import Digest
+
+    if only is not None and not only.any():
+        return empty_lanes()
+    addresses = tuple(memory.addresses)
+    known = _ON_GPU.get(program)
+    if known is None or known[:2] != (side, addresses):
+        lanes = lane_of(np.arange(len(tensors)), len(tensors))
+        batches = digest_batches(program, addresses, side)
+        digest = Digest(batches, tensor_seeds(tensors), lanes, memory.buffers[0].device)
+        known = _ON_GPU[program] = (side, addresses, digest)
+    return known[2].take(only)
 
 
 def _digest_descriptor(program: CopyProgram, k: int, memory: Memory, side: str, seed: int) -> int:

@@ -24,7 +24,7 @@ class Memory:
     @property
     def addresses(self) -> list[int]:
         """Address of the first byte of each buffer."""
-        return [buffer.data_ptr() for buffer in self.buffers]
+        return list(map(torch.Tensor.data_ptr, self.buffers))
 
     def view(
         self, buffer: int, offset: int, extent: Sequence[int], stride: Sequence[int], dtype: torch.dtype
