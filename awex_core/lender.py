@@ -21,7 +21,7 @@ from awex_core.meta.messages import CopyView, JobView, Resend, WorkerInfo, Write
 from awex_core.plan import SourceIndex, index_sources
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
 from awex_core.transfer.base import Deadline, Progress
-from awex_core.transfer.shm import ShmExport
+from awex_core.transfer.export import export_memory
 from awex_core.version import Version
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,7 @@ class Lender:
         """
         self._target, self._worker, self._memory = target, worker, memory
         self._layouts, self._client, self._config = layouts, client, config
-        on_cpu = all(buffer.device.type == "cpu" for buffer in memory.buffers)
-        self._export = ShmExport(memory) if on_cpu else None
+        self._export = export_memory(memory)
         if self._export is not None:  # not in ``run``, which might begin after ``let_go``
             self._export.hold(version.number)
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from awex_core.config import SyncConfig
 
 
+NO_MEMORY = "none"
+"""``Process.device`` of a member that holds no weights."""
+
+
 def this_process(config: SyncConfig, device: str = "cpu") -> Process:
     """Describe this process, with a fresh incarnation.
 

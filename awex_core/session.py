@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -28,7 +28,7 @@ from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout
 from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import EngineView, Resend, WorkerInfo, WriterInfo
-from awex_core.pairing import choose_transport, distance
+from awex_core.pairing import check_group, choose_transport, distance
 from awex_core.plan import (
     CopyProgram,
     CopyTable,
@@ -39,7 +39,7 @@ from awex_core.plan import (
     take_tensors,
     unused_tensors,
 )
-from awex_core.transfer import group, shm, shm_staged
+from awex_core.transfer import group, ipc, shm, shm_staged
 from awex_core.transfer.base import Deadline, Progress, Receiver, Sender
 from awex_core.transfer.proof import SECRET_NBYTES, draw_secret
 
@@ -76,13 +76,12 @@ def read_value(data: bytes, kind: type[_Value], whose: str) -> _Value:
 class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's word that it has planned: per writer rank, what it expects and how it will get it.
 
-    The engine's settings decide: its bucket size, and whether its members form
-    a transfer group (if one pair needs it, all join).
+    The engine's settings decide. Its members and the trainer's ranks form a
+    transfer group if one pair needs it.
     """
 
     fingerprints: dict[int, str]
     transports: dict[int, str]
-    group: bool
     bucket_nbytes: Annotated[int, msgspec.Meta(ge=1)]
     always: list[str] = []
     """Tensors that come with every update, partial ones too."""
@@ -265,9 +264,7 @@ class WriterSession:
             raise
 
     def _accepted(self, client: MetaClient, worker: WorkerInfo, deadline: Deadline) -> Accept:
-        what = f"worker {worker.rank} of engine {worker.engine} to plan"
-        value = wait_for_value(client, self.key, self.key.path("accept", worker.rank), what, deadline)
-        accept = read_value(value, Accept, f"worker {worker.rank} of engine {worker.engine}")
+        accept = read_accept(client, self.key, worker, deadline)
         if self.rank not in accept.transports:
             raise TransferError(f"worker {worker.rank} of engine {worker.engine} plans without writer rank {self.rank}")
         return accept
@@ -293,12 +290,18 @@ class WriterSession:
                 rings[peer] = shm_staged.Ring.create(shm_staged.ring_slot_nbytes(program, share), pids[peer])
                 client.put(self.key.path("ring", self.rank, peer), msgspec.msgpack.encode(rings[peer].address))
             self._wait_until_attached(rings, client, deadline)
-        if any(accept.group for accept in accepts.values()):
+        if _need_group(accepts.values()):
             address = self._meet(writers, workers, client, deadline)
-            device = self.memory.buffers[0].device if self.memory.buffers else torch.device("cpu")
+            device = self._group_device(workers)
             interface = writers[self.rank].process.address
             member = group.Group(address, self.rank, device, interface, deadline)
             self._senders[group.NAME] = group.GroupSender(member, self.rank, limit)
+
+    def _group_device(self, workers: Sequence[WorkerInfo]) -> torch.device:
+        """Where this rank's buckets lie: with its weights; if it has none, on the kind of device the others use."""
+        if self.memory.buffers:
+            return self.memory.buffers[0].device
+        return torch.device("cpu" if workers[0].process.device == "cpu" else "cuda")
 
     def _wait_until_attached(self, rings: dict[int, shm_staged.Ring], client: MetaClient, deadline: Deadline) -> None:
         waiting, looked = dict(rings), time.monotonic()
@@ -384,41 +387,63 @@ class ReaderSession:
         self.programs = {rank: lower_copies(table, sources, rank) for rank in ranks}
         self.plan_s = time.perf_counter() - begun
         self.nbytes = int(table.nbytes.sum())
-        transports, self._endpoints = self._transports(writers, client, config)
+        self._endpoints: dict[int, shm.ShmEndpoint] = {}
+        self._mapped: dict[int, ipc.Mapped] = {}
+        transports = self._transports(writers, device, client, config)
         self._pairs = _Pairs(
             self.programs, transports, dict.fromkeys(ranks, layout.tensors), dict.fromkeys(ranks, always)
         )
         fingerprints = {rank: table.from_rank(rank).fingerprint() for rank in ranks}
-        accept = Accept(fingerprints, transports, uses_group(writers, workers, config), config.bucket_nbytes, always)
+        accept = Accept(fingerprints, transports, config.bucket_nbytes, always)
         client.put(key.path("accept", worker.rank), msgspec.msgpack.encode(accept))
         self._receivers: dict[str, Receiver] = {}
         try:
-            self._connect(accept, len(workers), writers, device, client, config, deadline)
+            self._connect(accept, workers, writers, device, client, config, deadline)
         except BaseException:
             self.close()
             raise
 
     def _transports(
-        self, writers: Sequence[WriterInfo], client: MetaClient, config: SyncConfig
-    ) -> tuple[dict[int, str], dict[int, shm.ShmEndpoint]]:
+        self, writers: Sequence[WriterInfo], device: torch.device, client: MetaClient, config: SyncConfig
+    ) -> dict[int, str]:
         chosen: dict[int, str] = {}
-        endpoints: dict[int, shm.ShmEndpoint] = {}
         for writer in writers:
             name = choose_transport(writer.process, self.worker.process, config.transport)
-            if name == shm.NAME:
-                endpoint = read_value(client.get_blob(writer.endpoint), shm.ShmEndpoint, f"writer rank {writer.rank}")
+            whose = f"writer rank {writer.rank}"
+            if not len(self.programs[writer.rank]):
+                pass  # there is nothing to reach
+            elif name == shm.NAME:
+                endpoint = read_value(client.get_blob(writer.endpoint), shm.ShmEndpoint, whose)
                 reason = shm.why_unreadable(endpoint)
                 if reason:
-                    logger.warning("shared memory with writer rank %d is staged: %s", writer.rank, reason)
+                    logger.warning("shared memory with %s is staged: %s", whose, reason)
                     name = shm_staged.NAME
-                endpoints[writer.rank] = endpoint
+                self._endpoints[writer.rank] = endpoint
+            elif name == ipc.NAME:
+                name = self._map(writer, device, client, config)
             chosen[writer.rank] = name
-        return chosen, endpoints
+        return chosen
+
+    def _map(self, writer: WriterInfo, device: torch.device, client: MetaClient, config: SyncConfig) -> str:
+        """Map a writer's GPU memory; returns the transport that serves the pair, another one if that is impossible."""
+        whose = f"writer rank {writer.rank}"
+        try:
+            data = client.get_blob(writer.endpoint)
+            if not data:
+                raise TransferError("its memory cannot be shared between processes (its log says why)")
+            self._mapped[writer.rank] = ipc.Mapped(read_value(data, ipc.IpcEndpoint, whose), device)
+        except TransferError as error:
+            if config.transport != "auto":
+                raise
+            check_group(writer.process, self.worker.process)
+            logger.warning("weights of %s come over NCCL, not CUDA IPC: %s", whose, error)
+            return group.NAME
+        return ipc.NAME
 
     def _connect(
         self,
         accept: Accept,
-        workers: int,
+        workers: Sequence[WorkerInfo],
         writers: Sequence[WriterInfo],
         device: torch.device,
         client: MetaClient,
@@ -431,11 +456,35 @@ class ReaderSession:
         if staged:
             rings = {rank: self._attach(rank, client, deadline) for rank in staged}
             self._receivers[shm_staged.NAME] = shm_staged.StagedEnd(rings, writing=False)
-        if accept.group:
-            address = meeting_point(client, self.key, len(writers), workers, deadline)
+        if ipc.NAME in self._pairs.all:
+            self._receivers[ipc.NAME] = ipc.IpcReceiver(self._mapped, device)
+        if self._joins_group(accept, workers, writers, client, config, deadline):
+            address = meeting_point(client, self.key, len(writers), len(workers), deadline)
             rank = len(writers) + self.worker.rank
             member = group.Group(address, rank, device, self.worker.process.address, deadline)
             self._receivers[group.NAME] = group.GroupReceiver(member, self.worker.rank, config.bucket_nbytes)
+
+    def _joins_group(
+        self,
+        mine: Accept,
+        workers: Sequence[WorkerInfo],
+        writers: Sequence[WriterInfo],
+        client: MetaClient,
+        config: SyncConfig,
+        deadline: Deadline,
+    ) -> bool:
+        """Whether any pair of the engine needs a transfer group.
+
+        Where the processes' facts say it all, nobody is asked; of ``ipc``, each worker has tried for itself.
+        """
+        pairs = [(writer.process, worker.process) for writer in writers for worker in workers]
+        names = {choose_transport(writer, worker, config.transport) for writer, worker in pairs}
+        if ipc.NAME not in names:
+            return group.NAME in names
+        return _need_group(
+            mine if worker.rank == self.worker.rank else read_accept(client, self.key, worker, deadline)
+            for worker in workers
+        )
 
     def _attach(self, rank: int, client: MetaClient, deadline: Deadline) -> shm_staged.Ring:
         path = self.key.path("ring", rank, self.worker.rank)
@@ -460,6 +509,8 @@ class ReaderSession:
         """
         for rank in self._pairs.all.get(shm.NAME, {}):
             shm.check_held(self._endpoints[rank], number, f"writer rank {rank}")
+        for rank in self._pairs.all.get(ipc.NAME, {}):
+            self._mapped[rank].check_held(number, f"writer rank {rank}")
 
     def receive_again(self, memory: Memory, progress: Progress, deadline: Deadline, lanes: Collection[int]) -> None:
         """Fill the tensors of some lanes of the digest once more; unless ``one_sided``, the writers must know."""
@@ -469,7 +520,7 @@ class ReaderSession:
     @property
     def one_sided(self) -> bool:
         """Whether receiving takes nobody's help."""
-        return set(self._receivers) <= {shm.NAME}
+        return set(self._receivers) <= {shm.NAME, ipc.NAME}
 
     def close(self) -> None:
         """Release every transport."""
@@ -477,13 +528,16 @@ class ReaderSession:
             receiver.close()
 
 
-def uses_group(writers: Sequence[WriterInfo], workers: Sequence[WorkerInfo], config: SyncConfig) -> bool:
-    """Whether a session needs a transfer group: if it does for one pair, every member joins it."""
-    return any(
-        choose_transport(writer.process, worker.process, config.transport) == group.NAME
-        for writer in writers
-        for worker in workers
-    )
+def _need_group(accepts: Iterable[Accept]) -> bool:
+    """Whether one pair needs a transfer group: then every member joins it."""
+    return any(group.NAME in accept.transports.values() for accept in accepts)
+
+
+def read_accept(client: MetaClient, session: SessionKey, worker: WorkerInfo, deadline: Deadline) -> Accept:
+    """What a worker has planned, once it has."""
+    who = f"worker {worker.rank} of engine {worker.engine}"
+    value = wait_for_value(client, session, session.path("accept", worker.rank), f"{who} to plan", deadline)
+    return read_value(value, Accept, who)
 
 
 def _check_transport(config: SyncConfig, chosen: str, engine: str) -> None:

@@ -24,12 +24,12 @@ from awex_core.layout.wire import encode_layout, encode_manifest
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineSync, EngineView, JobView, JoinReply, Process, Resend, SyncView, WriterInfo
 from awex_core.plan import CopyProgram, SourceIndex, check_patterns, index_sources
-from awex_core.process import this_process
+from awex_core.process import NO_MEMORY, device_name, this_process
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
 from awex_core.snapshot import PendingSync, Snapshot
 from awex_core.transfer import shm_staged
 from awex_core.transfer.base import Deadline, Progress
-from awex_core.transfer.shm import ShmExport
+from awex_core.transfer.export import export_memory
 from awex_core.version import Version
 
 logger = logging.getLogger(__name__)
@@ -128,9 +128,8 @@ class WeightWriter:
         stacks.enable()
         shm_staged.remove_orphans()
         self._client = MetaClient.of(config)
-        device = _device_of(memory)
-        self._process: Process = this_process(config, device)
-        self._export = ShmExport(memory) if device == "cpu" else None
+        self._process: Process = this_process(config, _device_of(memory))
+        self._export = export_memory(memory)
         self._manifest = tuple(sorted(manifest))
         self._leases = LeaseKeeper(self._client, self._join().lease_s, lambda _: self._join())
         self._leases.add(self._process.incarnation)
@@ -295,8 +294,7 @@ class WeightWriter:
     def _publish_from(self, snapshot: Snapshot) -> None:
         """From now on engines pull from a snapshot; they learn so with the next version."""
         self._snapshot, self.memory = snapshot, snapshot.memory
-        if self._export is not None:
-            self._export = ShmExport(snapshot.memory)
+        self._export = export_memory(snapshot.memory)
         self._join()
 
     def _announce(self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...]) -> None:
@@ -537,5 +535,4 @@ def _sync_of(view: JobView, number: int) -> SyncView:
 
 
 def _device_of(memory: Memory) -> str:
-    devices = {str(buffer.device) for buffer in memory.buffers}
-    return devices.pop() if len(devices) == 1 else "cpu" if not devices else ",".join(sorted(devices))
+    return ",".join(sorted({device_name(buffer.device) for buffer in memory.buffers})) or NO_MEMORY

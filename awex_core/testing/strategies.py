@@ -132,9 +132,12 @@ class Rank:
             )
         return build_layout(shards, [Buffer(first[number], size) for number, size in sizes.items()])
 
-    def live(self) -> tuple[Layout, Memory, list[torch.Tensor]]:
+    def live(self, device: str = "cpu") -> tuple[Layout, Memory, list[torch.Tensor]]:
         """The same as tensors: layout and memory as ``ShardCollector`` sees them, and the shards' views in order."""
-        blank = {number: torch.full((size,), BLANK, dtype=torch.uint8) for number, size in self.buffer_nbytes().items()}
+        blank = {
+            number: torch.full((size,), BLANK, dtype=torch.uint8, device=device)
+            for number, size in self.buffer_nbytes().items()
+        }
         collector, views = ShardCollector(), []
         for placed, begin in zip(self.shards, self._begins(), strict=True):
             dtype: torch.dtype = getattr(torch, placed.dtype)

@@ -75,6 +75,8 @@ class Meeting:
 class Wiring(Protocol):
     """How the two ends of a transport connect. Must be picklable; a class without state will do."""
 
+    device: str
+    """Where the ranks' memory lies: ``cpu``, ``cuda``."""
     one_sided: bool
     """Whether the worker needs nothing from a writer that sits still."""
 
@@ -209,7 +211,7 @@ _ENDS: list[_End] = []
 def _connect(wiring: Wiring, meeting: Meeting, case: Case, side: Side, number: int, limit_s: float) -> None:
     deadline = Deadline.after(limit_s)
     rank = (case.sources if side == "writer" else case.destinations)[number]
-    _, memory, views = rank.live()
+    _, memory, views = rank.live(wiring.device)
     programs = plan_programs(case, side, number)
     connect = wiring.sender if side == "writer" else wiring.receiver
     end = connect(meeting, number, programs, memory, deadline)
@@ -232,6 +234,8 @@ def plan_programs(case: Case, side: Side, number: int) -> dict[int, CopyProgram]
 def _fill(version: int) -> None:
     [end] = _ENDS
     end.rank.fill(end.views, end.case, version)
+    if end.memory.buffers and end.memory.buffers[0].is_cuda:
+        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
@@ -262,7 +266,7 @@ def _receive(version: int, limit_s: float) -> Outcome:
         buffer.fill_(BLANK)
     outcome = _measured(lambda progress: end.end.receive(end.programs, end.memory, progress, Deadline.after(limit_s)))
     for index, expected in enumerate(end.rank.expected(end.case, version)):
-        found = end.memory.buffers[index].numpy()
+        found = end.memory.buffers[index].cpu().numpy()
         wrong = np.flatnonzero(found != expected)
         assert not len(wrong), f"version {version}, buffer {index}: {len(wrong)} bytes differ, first at {wrong[:10]}"
     return outcome

@@ -187,7 +187,7 @@ def test_kept_traces(tmp_path: Path, body: bytes, whole: bool) -> None:
 # What members of a session leave for each other
 
 VALUE_TYPES: list[tuple[Any, bytes]] = [
-    (Accept, msgspec.msgpack.encode(Accept({0: "f"}, {0: "shm"}, False, 1 << 20, ["a"]))),
+    (Accept, msgspec.msgpack.encode(Accept({0: "f"}, {0: "shm"}, 1 << 20, ["a"]))),
     (GroupMeeting, msgspec.msgpack.encode(GroupMeeting("127.0.0.1", 80, b"s" * 32))),
     (RingAddress, msgspec.msgpack.encode(RingAddress("/dev/shm/awex-1-2", 4096, 7))),
     (ShmEndpoint, msgspec.msgpack.encode(ShmEndpoint(7, [1, 2], 3, b"s" * 16, 4))),

@@ -215,6 +215,7 @@ def test_an_engine_that_comes_late_takes_the_version_of_another(
     trainer.write(1)
     late = loop.engine("late", 1, config)
     eventually(lambda: serves(late) == Version(1, 1))
+    eventually(lambda: late.events[-1] == "resume 1.1")
     assert late.events == ["connect 1.1", "prefetch", "pause", "receive", "resume 1.1"]
     assert holds(late, trainer.weights)
     change(trainer, "model.up.weight")

@@ -27,6 +27,7 @@ from awex_core.layout.live import ShardCollector
 from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
+from awex_core.process import this_process
 from awex_core.session import ReaderSession
 from awex_core.snapshot import PendingSync
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
@@ -216,6 +217,55 @@ def test_memory_shared_by_staging_gives_the_same(
     for number in (1, 2):
         trainer.write(number)
         assert holds(engine, trainer.weights)
+
+
+def _pretend_gpus(monkeypatch: pytest.MonkeyPatch, trainer: str, engine: str) -> None:
+    """What members say of where their weights lie; CUDA cannot map what is no GPU's memory."""
+    monkeypatch.setattr("awex_core.writer._device_of", lambda _: trainer)
+    monkeypatch.setattr("awex_core.reader.this_process", lambda config, _: this_process(config, engine))
+
+
+def test_weights_that_cannot_be_mapped_come_through_a_group(
+    config: SyncConfig,
+    loop: Loop,
+    make_trainer: Callable[..., Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each worker finds out for itself, and all learn that a group forms."""
+    _pretend_gpus(monkeypatch, "cuda:a", "cuda:b")
+    engine = loop.engine("e", 2, config)
+    trainer = make_trainer()
+    for number in (1, 2):
+        assert trainer.write(number).committed == ("e",)
+        assert holds(engine, trainer.weights)
+    assert "weights of writer rank 1 come over NCCL, not CUDA IPC" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "transport", "complaint"),
+    [
+        (("cuda:a", "cuda:a"), "auto", "use one GPU, where NCCL cannot serve them"),
+        (("cuda:a", "cuda:b"), "ipc", "what writer rank 0 left is not to be read"),
+        (("cpu", "cuda:b"), "auto", "move the trainer's weights to a GPU"),
+    ],
+)
+def test_weights_that_no_transport_can_move_are_refused_and_the_engine_goes_on(
+    config: SyncConfig,
+    loop: Loop,
+    make_trainer: Callable[..., Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: tuple[str, str],
+    transport: Any,
+    complaint: str,
+) -> None:
+    config = replace(config, transport=transport)
+    _pretend_gpus(monkeypatch, *gpus)
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer(config=config)
+    with pytest.raises(SyncFailed, match=complaint):
+        trainer.write(1)
+    assert engine.controller.state == "ready"
 
 
 def test_an_engine_that_is_there_first_serves_version_0_then_follows(
@@ -511,6 +561,7 @@ def test_an_engine_that_comes_late_takes_the_version_of_another(
     eventually(lambda: serves(late) == Version(1, 1))
     assert holds(late, trainer.weights) and holds(first, trainer.weights)
     assert first.events[-1] == "lend late" and "pause" not in first.events[-2:], "its requests go on"
+    eventually(lambda: late.events[-1] == "resume 1.1")
     assert late.events == ["connect 1.1", "pause", "receive", "resume 1.1"]
     change(trainer, "model.up.weight")
     figures = publish(trainer, 2, only=["model.up.weight"]).figures

@@ -46,6 +46,7 @@ class IdleSender:
 
 
 class ShmWiring:
+    device = "cpu"
     one_sided = True
 
     def sender(
@@ -131,6 +132,7 @@ def read(endpoint: shm.ShmEndpoint, count: int) -> bytes:
 
 
 class StagedWiring:
+    device = "cpu"
     one_sided = False
 
     def sender(
@@ -295,6 +297,7 @@ STORES: list[dist.Store] = []
 
 
 class GlooWiring:
+    device = "cpu"
     one_sided = False
 
     def sender(

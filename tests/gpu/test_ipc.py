@@ -1,0 +1,134 @@
+"""CUDA IPC between real processes that share a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from awex_core.errors import TransferError
+from awex_core.layout.live import Memory
+from awex_core.plan import CopyProgram
+from awex_core.testing.transport import PATIENCE_S, Meeting, Peers, TransportTests, row_case
+from awex_core.transfer import ipc
+from awex_core.transfer.base import Deadline, Programs, Progress
+
+pytestmark = pytest.mark.gpu
+
+KEPT: list[object] = []
+
+
+class _HeldSender:
+    """The writer's end: its memory is there to be read."""
+
+    def __init__(self, export: ipc.IpcExport) -> None:
+        self.export = export
+
+    def send(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
+        self.export.hold(1)
+
+    def close(self) -> None:
+        self.export.let_go()
+
+
+class IpcWiring:
+    device = "cuda"
+    one_sided = True
+
+    def sender(
+        self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
+    ) -> _HeldSender:
+        export = ipc.IpcExport(memory)
+        KEPT.append(export)
+        meeting.put(f"endpoint-{rank}", msgspec.msgpack.encode(export.endpoint))
+        return _HeldSender(export)
+
+    def receiver(
+        self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
+    ) -> ipc.IpcReceiver:
+        device = torch.device("cuda", torch.cuda.current_device())
+        mapped = {
+            peer: ipc.Mapped(
+                msgspec.msgpack.decode(meeting.get(f"endpoint-{peer}", deadline), type=ipc.IpcEndpoint), device
+            )
+            for peer in programs
+        }
+        return ipc.IpcReceiver(mapped, device)
+
+    def staging_nbytes(self, bucket_nbytes: int, pairs: int) -> int:
+        return 0
+
+
+class TestIpc(TransportTests):
+    wiring = IpcWiring()
+
+    # A killed writer's memory stays as long as it is mapped; that it has gone is for the lease to find out.
+    test_a_killed_writer_is_named = None
+    test_a_session_after_a_broken_one = None
+    # The kernel's figures say nothing about a GPU's memory, and a process that uses one grows by what CUDA takes.
+    test_a_slow_worker_holds_its_writer_and_not_its_writers_memory = None
+    test_staging_memory_is_bounded = None
+
+    def test_memory_of_a_killed_writer_can_be_read_while_it_is_mapped(self, peers: Peers, tmp_path: Path) -> None:
+        """And harms nobody: the reader gets the version as it was."""
+        with self.session(peers, row_case(2, 32 << 20), tmp_path / "m") as session:
+            session.fill(1)
+            for call in session.send(PATIENCE_S):
+                call.result()
+            session.writers[1].kill()
+            session.receive(1, PATIENCE_S)[0].result()
+
+    def test_what_is_held_is_seen_by_the_reader(self, peers: Peers) -> None:
+        writer, reader = peers["writer 0"], peers["worker 0"]
+        endpoint = writer.call(export_something)
+        reader.call(map_it, endpoint)
+        writer.call(hold, 7)
+        assert reader.call(held, 7) == ""
+        assert "no longer holds version number 8 still, but version number 7" in reader.call(held, 8)
+        writer.call(hold, None)
+        assert "but none" in reader.call(held, 7)
+
+    def test_wrong_memory_is_refused(self, peers: Peers) -> None:
+        writer, reader = peers["writer 0"], peers["worker 0"]
+        endpoint = writer.call(export_something)
+        assert "is not the memory of process" in reader.call(
+            map_it, msgspec.structs.replace(endpoint, secret=bytes(16))
+        )
+        broken = msgspec.structs.replace(endpoint.word, handle=bytes(len(endpoint.word.handle)))
+        assert "cannot map" in reader.call(map_it, msgspec.structs.replace(endpoint, word=broken))
+        assert reader.call(map_it, endpoint) == ""
+
+
+def export_something() -> ipc.IpcEndpoint:
+    export = ipc.IpcExport(Memory((torch.arange(5000, device="cuda").to(torch.uint8),)))
+    KEPT.append(export)
+    return export.endpoint
+
+
+def hold(number: int | None) -> None:
+    export = KEPT[-1]
+    assert isinstance(export, ipc.IpcExport)
+    if number is None:
+        export.let_go()
+    else:
+        export.hold(number)
+
+
+def map_it(endpoint: ipc.IpcEndpoint) -> str:
+    try:
+        KEPT.append(ipc.Mapped(endpoint, torch.device("cuda", torch.cuda.current_device())))
+    except TransferError as error:
+        return str(error)
+    return ""
+
+
+def held(number: int) -> str:
+    mapped = KEPT[-1]
+    assert isinstance(mapped, ipc.Mapped)
+    try:
+        mapped.check_held(number, "the writer")
+    except TransferError as error:
+        return str(error)
+    return ""
