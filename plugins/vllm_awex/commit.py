@@ -49,7 +49,7 @@ class VllmHost:
     async def pause(self) -> None:
         """See ``EngineHost.pause``; with ``recompute`` running requests are preempted and their blocks dropped."""
         mode = "abort" if self._kv == "abort" else "keep"
-        await self._engine.pause_generation(mode=mode, clear_cache=self._kv != "keep")
+        await compat.pause(self._engine, mode, clear_cache=self._kv != "keep")
 
     async def receive(self, version: Version) -> None:
         """See ``EngineHost.receive``."""
