@@ -35,14 +35,14 @@ class Pair:
         return float(self.program.nbytes[scattered].sum() / self.nbytes)
 
 
-def expert_pair(nbytes: int, *, hard: bool = False) -> Pair:
+def expert_pair(nbytes: int, *, hard: bool = False, whole: bool = False) -> Pair:
     """About ``nbytes`` of Qwen3-30B-A3B's experts, from one Megatron rank to one worker.
 
     In turn, one expert that the worker holds whole (three pieces of 3 MiB, as
     under expert parallelism) and two of which it holds half (as under TP 2:
     two pieces of 1.5 MiB, and 2,048 rows of 768 bytes, 1,536 bytes apart).
     ``hard`` makes every piece need staging at both ends: the writer holds
-    float32, and the worker's rows are padded.
+    float32, and the worker's rows are padded. ``whole``: all experts are.
     """
     model = QWEN3_30B_A3B
     wide, hidden = model.intermediate, model.hidden
@@ -55,7 +55,7 @@ def expert_pair(nbytes: int, *, hard: bool = False) -> Pair:
     destination_buffers: list[Buffer] = []
     left, expert = nbytes, 0
     while left > 0:
-        kept = wide if expert % 3 == 0 else half
+        kept = wide if whole or expert % 3 == 0 else half
         name = f"model.layers.0.mlp.experts.{expert}"
         gate = CanonicalTensor(f"{name}.gate_proj.weight", (wide, hidden), model.dtype)
         up = CanonicalTensor(f"{name}.up_proj.weight", (wide, hidden), model.dtype)
@@ -78,12 +78,12 @@ def expert_pair(nbytes: int, *, hard: bool = False) -> Pair:
     return Pair(source, destination, lower_copies(plan_copies(index, destination), index, 0))
 
 
-def allocate(layout: Layout, seed: int | None = None) -> Memory:
+def allocate(layout: Layout, seed: int | None = None, device: torch.device | str = "cpu") -> Memory:
     """Memory for a layout, every page touched: random bytes from ``seed``, or zeros."""
-    generator = torch.Generator().manual_seed(seed or 0)
+    generator = torch.Generator(device).manual_seed(seed or 0)
     buffers = []
     for buffer in layout.buffers:
-        flat = torch.zeros(buffer.nbytes, dtype=torch.uint8)
+        flat = torch.zeros(buffer.nbytes, dtype=torch.uint8, device=device)
         if seed is not None:
             words = flat.view(torch.int64) if buffer.nbytes % 8 == 0 else flat
             words.random_(generator=generator)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.engines_follow [vllm|sglang] [CASE ...]
 
-Two GPUs of one host: trainers and reference engines on the first, the engines
-under test on the second. All cases run at the same time; each has its own job.
+Trainers and reference engines run on the first GPU, the engines under test on
+the last one, over ``nccl`` or ``ipc`` as ``AWEX_TRANSPORT`` says; with one GPU all share
+it. All cases run at the same time; each has its own job.
 Per case a trainer publishes two versions to a running server, and then every
 parameter, every derived tensor and greedy tokens must equal those of a server
 without awex that was started on the last checkpoint; no tensor may have moved.
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from awex_core.meta.server import MetaServer
@@ -39,6 +41,8 @@ from tests.support.tiny_models import make_model
 
 START_LIMIT_S = 330.0
 REPEATS = 4
+ROUNDING = 2.0**-6
+"""Two units in the last place of a bfloat16 logit between 1 and 2."""
 PROMPT = list(b"The weights that answer now are those the trainer holds now, and none of the ones before. " * 4)
 
 # Sizes that the CUDA kernels take: FP8 wants multiples of 16, latent attention its usual widths.
@@ -98,7 +102,7 @@ class VllmOnGpu(EngineServer):
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             }
         )
-        super().__init__(args, variables, folder / "engine.log", START_LIMIT_S, wait=False)
+        super().__init__(args, variables, folder / "engine.log", limit_s=START_LIMIT_S, wait=False, cold=True)
 
     def complete(self, max_tokens: int = 16) -> list[float]:
         """Log probabilities of a greedy completion."""
@@ -148,7 +152,7 @@ class SglangOnGpu(EngineServer):
                 "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]),
             }
         )
-        super().__init__(args, variables, folder / "engine.log", START_LIMIT_S, wait=False)
+        super().__init__(args, variables, folder / "engine.log", limit_s=START_LIMIT_S, wait=False, cold=True)
 
     def complete(self, max_tokens: int = 16) -> list[float]:
         """Log probabilities of a greedy completion."""
@@ -201,14 +205,19 @@ def make_models(case: Case, folder: Path) -> list[Path]:
 
 
 def compare_answers(server: Server, fresh: Server) -> list[str]:
-    """Log probabilities of the two engines may differ by no more than those of one engine from run to run.
+    """Log probabilities of two engines may differ by what one engine's do from run to run, or by a bfloat16 rounding.
 
-    Kernels that add in no fixed order (fused experts) do not give the same bits twice.
+    Kernels that add in no fixed order (fused experts) do not give the same bits twice, and two processes may choose
+    different ones. Another version's differ by whole numbers.
     """
     ours, theirs = [[engine.complete_uncached() for _ in range(REPEATS)] for engine in (server, fresh)]
     spread = max(_distance(a, b) for side in (ours, theirs) for a, b in itertools.combinations(side, 2))
     apart = min(_distance(a, b) for a in ours for b in theirs)
-    return [f"log probabilities differ by {apart:g}, those of one engine by {spread:g}"] if apart > spread else []
+    return (
+        [f"log probabilities differ by {apart:g}, those of one engine by {spread:g}"]
+        if apart > max(spread, ROUNDING)
+        else []
+    )
 
 
 def _distance(a: list[float], b: list[float]) -> float:
@@ -222,7 +231,8 @@ def run_case(engine: str, case: Case, models: list[Path], folder: Path, meta: di
     try:
         with ExitStack() as stack:
             start = ENGINES[engine]
-            server = stack.enter_context(closing(start(case, models[0], folder / "live", 1, env, follow=True)))
+            last = torch.cuda.device_count() - 1
+            server = stack.enter_context(closing(start(case, models[0], folder / "live", last, env, follow=True)))
             fresh = stack.enter_context(closing(start(case, models[2], folder / "fresh", 0, {}, follow=False)))
             server.wait(START_LIMIT_S)
             before, places = server.complete(), server.addresses()

@@ -1,0 +1,202 @@
+"""The ``ipc`` transport between two processes, on one GPU or from GPU 0 to GPU 1 where there are two.
+
+    python -m benchmarks.gpu.ipc [MIB]
+
+The writer shares its memory once and then only holds versions. The reader pulls
+with the product's own receiver, in turns with a copy of as many bytes by CUDA
+itself, and with what a reader without a plan would do: one ``copy_`` per tensor.
+Every pull is compared bit by bit with memory that the reader fills on its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from awex_core.commit.digest import digest_program
+from awex_core.errors import TransferError
+from awex_core.layout.live import Memory
+from awex_core.snapshot import Snapshot
+from awex_core.transfer.base import Deadline, Progress
+from awex_core.transfer.ipc import IpcExport, IpcReceiver, Mapped
+from awex_core.transfer.views import descriptor_view
+from benchmarks.pieces import Pair, allocate, expert_pair
+from benchmarks.processes import Peer, run_pair
+from benchmarks.report import Figure, finish
+
+MIB = 1 << 20
+REPEATS = 7
+LIMIT_S = 240.0
+CASES: dict[str, dict[str, bool]] = {"experts": {}, "cast": {"hard": True}, "contiguous": {"whole": True}}
+"""Of ``expert_pair``: a third whole and the rest in strides; float32 into padded bfloat16; all whole."""
+
+
+def main() -> int:
+    """Run both ends and print the figures."""
+    mib = int(sys.argv[1]) if len(sys.argv) > 1 else 8192
+    _, found = run_pair(_writer, _reader, mib, limit_s=LIMIT_S)
+    result = finish("gpu_ipc", _figures(found), Console(width=180))
+    return int(any(figure.failed for figure in result.figures))
+
+
+def _pairs(mib: int) -> dict[str, Pair]:
+    return {name: expert_pair(mib * MIB // (4 if name == "cast" else 1), **options) for name, options in CASES.items()}
+
+
+def _writer(peer: Peer, mib: int) -> None:
+    device = torch.device("cuda", 0)
+    for name, pair in _pairs(mib).items():
+        memory = _filled(pair, name, device)
+        export = IpcExport(memory)
+        export.hold(1)
+        peer.tell(export.endpoint)
+        peer.ask()
+        export.let_go()
+        peer.tell(None)
+        peer.ask()
+        del memory, export
+        torch.cuda.empty_cache()
+
+
+def _filled(pair: Pair, name: str, device: torch.device) -> Memory:
+    memory = allocate(pair.source, seed=1, device=device)
+    if name == "cast":  # random bits as float32 may be no numbers, whose bits a cast does not keep
+        for buffer in memory.buffers:
+            buffer.view(torch.float32).normal_(generator=torch.Generator(device).manual_seed(1))
+    return memory
+
+
+def _reader(peer: Peer, mib: int) -> dict[str, dict[str, Any]]:
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    torch.cuda.set_device(device)
+    found = {}
+    for name, pair in _pairs(mib).items():
+        found[name] = _measure(peer, name, pair, device)
+        peer.tell(None)  # nothing is mapped any more
+        torch.cuda.empty_cache()
+    return found
+
+
+def _measure(peer: Peer, name: str, pair: Pair, device: torch.device) -> dict[str, Any]:
+    endpoint, deadline = peer.ask(), Deadline.after(LIMIT_S)
+    begun = time.perf_counter()
+    mapped = Mapped(endpoint, device)
+    map_s = time.perf_counter() - begun
+    memory, programs = allocate(pair.destination, device=device), {0: pair.program}
+    free, _ = torch.cuda.mem_get_info(device)
+    receiver = IpcReceiver({0: mapped}, device)
+
+    def pull() -> None:
+        mapped.check_held(1, "the writer")
+        receiver.receive(programs, memory, Progress(), deadline)
+        mapped.check_held(1, "the writer")
+
+    def digest(only: Any = None) -> Any:
+        return digest_program(pair.program, pair.destination.tensors, memory, "dst", only=only)
+
+    begun = time.perf_counter()
+    pull()
+    first_s = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    tables = free - torch.cuda.mem_get_info(device)[0]
+    figures: dict[str, Any] = {
+        "nbytes": pair.nbytes,
+        "descriptors": len(pair.program),
+        "map_s": map_s,
+        "first_s": first_s,
+        "tables_nbytes": tables,
+        "pull_s": _timed(pull),
+        "digest_s": _timed(digest),
+        "copy_per_piece_s": _timed(lambda: _copy_per_piece(pair, mapped.memory, memory)),
+        "memcpy_s": _memcpy_s(pair.nbytes, device),
+        "snapshot": _snapshot(memory, device) if name == "contiguous" else None,
+    }
+    expected = allocate(pair.destination, device=device)
+    _copy_per_piece(pair, _filled(pair, name, device), expected)
+    for buffer in memory.buffers:
+        buffer.zero_()
+    pull()
+    figures["equal"] = all(torch.equal(a, b) for a, b in zip(memory.buffers, expected.buffers, strict=True))
+    peer.tell(None)
+    peer.ask()
+    figures["let_go_seen"] = _raises(lambda: mapped.check_held(1, "the writer"))
+    receiver.close()
+    return figures
+
+
+def _snapshot(memory: Memory, device: torch.device) -> tuple[float, bool]:
+    """By how much a snapshot of many buffers takes longer than a copy of one block; whether it is right."""
+    snapshot = Snapshot(memory)
+    seconds = _timed(snapshot.take)
+    right = all(torch.equal(a, b) for a, b in zip(memory.buffers, snapshot.memory.buffers, strict=True))
+    del snapshot
+    torch.cuda.empty_cache()
+    return seconds / _memcpy_s(sum(buffer.numel() for buffer in memory.buffers), device), right
+
+
+def _memcpy_s(nbytes: int, device: torch.device) -> float:
+    """Seconds that CUDA takes for a copy of as many bytes in one block."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty_like(source, device=device)
+    return _timed(lambda: target.copy_(source))
+
+
+def _copy_per_piece(pair: Pair, source: Memory, target: Memory) -> None:
+    for k in range(len(pair.program)):
+        descriptor_view(pair.program, k, target, "dst").copy_(descriptor_view(pair.program, k, source, "src"))
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(REPEATS + 1):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[1:])
+
+
+def _raises(run: Callable[[], None]) -> bool:
+    try:
+        run()
+    except TransferError:
+        return True
+    return False
+
+
+def _figures(found: dict[str, dict[str, Any]]) -> list[Figure]:
+    one = torch.cuda.device_count() == 1
+    figures = []
+    for name, figure in found.items():
+        nbytes = figure["nbytes"]
+        right = float(figure["equal"] and figure["let_go_seen"])
+        note = f"{nbytes / 1e9:.2f} GB in {figure['descriptors']} pieces; first version {figure['first_s']:.2f} s"
+        figures += [
+            Figure(f"{name}_right", right, 1.0, "higher", "", "bit-equal, and the writer's letting go is seen"),
+            Figure(f"{name}_pull", nbytes / figure["pull_s"] / 1e9, None, "higher", "GB/s", note),
+            Figure(f"{name}_digest", nbytes / figure["digest_s"] / 1e9, None, "higher", "GB/s"),
+            Figure(f"{name}_over_copy_per_piece", figure["copy_per_piece_s"] / figure["pull_s"], None, "higher", "x"),
+            Figure(f"{name}_map_ms", 1e3 * figure["map_s"], None, "lower", "ms"),
+            Figure(f"{name}_tables_mib", figure["tables_nbytes"] / MIB, 16.0, "lower", "MiB"),
+        ]
+        if figure["snapshot"] is not None:
+            stall, kept = figure["snapshot"]
+            figures.append(Figure("async_publish_stall", stall, 1.2, "lower", "of a copy", f"bit-equal: {kept}"))
+        if name != "cast":
+            goal = 0.90 if one else 0.95 if name == "contiguous" else 0.92
+            what = "colocate" if one else "ipc_contiguous" if name == "contiguous" else "ipc_strided"
+            ratio = figure["memcpy_s"] / figure["pull_s"]
+            ceiling = f"{nbytes / figure['memcpy_s'] / 1e9:.0f} GB/s for one block"
+            figures.append(Figure(f"{what}_{name}", ratio, goal, "higher", "of memcpy", ceiling))
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
