@@ -1,12 +1,13 @@
 """Weights are described by coordinates, planned once, and copied once, straight from
 the trainer's shard into the engine's live parameter.
 
-    layout  ->  plan  ->  transfer  ->  commit        meta beside them, testing shipped
+    layout  ->  plan  ->  kernels  ->  transfer  ->  commit        meta beside them, testing shipped
 
     errors, version, mixing   leaves
     layout      WHAT each rank holds: canonical tensors, shards, traced loaders
     plan        WHO sends WHICH bytes to whom, proved complete; pure
-    transfer    MOVES bytes: shared memory, packed buckets over a process group
+    kernels     copy programs and digests on GPUs
+    transfer    MOVES bytes: shared memory, CUDA IPC, packed buckets over a process group
     commit      digests that do not depend on sharding
     meta        WHO is there: the meta server, its store and its client
     session     one pair of sides, planned and connected, used for many versions

@@ -99,7 +99,7 @@ def _digest_on_gpu(
     if known is None or known[:2] != (side, addresses):
         lanes = lane_of(np.arange(len(tensors)), len(tensors))
         batches = digest_batches(program, addresses, side)
-        digest = Digest(batches, tensor_seeds(tensors), lanes, memory.buffers[0].device)
+        digest = Digest(batches, tensor_seeds(tensors), lanes, LANES, memory.buffers[0].device)
         known = _ON_GPU[program] = (side, addresses, digest)
     return known[2].take(only)
 

@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from awex_core.commit.modes import LANES
 from awex_core.kernels.tiles import COPY_COLUMNS, DIGEST_COLUMNS, Batch
 from awex_core.mixing import GOLDEN, MIX_1, MIX_2
 
@@ -178,6 +177,7 @@ class Digest:
         batches: Sequence[Batch],
         seeds: npt.NDArray[np.uint64],
         lane_of: npt.NDArray[np.int64],
+        lanes: int,
         device: torch.device,
     ) -> None:
         """Put the tables on the device.
@@ -186,16 +186,17 @@ class Digest:
             batches: from ``digest_batches``.
             seeds: of each tensor, shape ``[T]``.
             lane_of: the lane of each tensor, shape ``[T]``.
+            lanes: how many there are.
             device: whose memory it is.
         """
-        self._device = device
+        self._device, self._lanes = device, lanes
         self._batches = [(batch, _on(device, batch.table)) for batch in batches]
         self._seeds, self._lane_of = _on(device, seeds.view(np.int64)), _on(device, lane_of)
 
     def take(self, only: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.uint64]:
-        """The lanes, shape ``[LANES]``; of the tensors in ``only`` if it is given. Waits for the device's stream."""
+        """The lanes, one number each; of the tensors in ``only`` if it is given. Waits for the device's stream."""
         with _current(self._device):
-            lanes = torch.zeros(LANES, dtype=torch.int64, device=self._device)
+            lanes = torch.zeros(self._lanes, dtype=torch.int64, device=self._device)
             chosen = np.ones(len(self._seeds), dtype=np.uint8) if only is None else only.astype(np.uint8)
             mask = _on(self._device, chosen)
             for batch, table in self._batches:

@@ -19,7 +19,7 @@ from awex_core.errors import PlanError
 from awex_core.layout.dtypes import DTYPES, ITEMSIZE
 from awex_core.plan.boxes import IntArray
 from awex_core.plan.program import CopyProgram
-from awex_core.transfer.buckets import split_pieces
+from awex_core.plan.split import split_pieces
 
 TILE_NBYTES = 128 << 10
 """Measured: with 32 KiB a pull between two GPUs is as fast, the table four times as long."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ import torch
 
 from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.live import Memory
-from awex_core.plan.boxes import IntArray, join
+from awex_core.plan.boxes import IntArray
 from awex_core.plan.program import CopyProgram
 from awex_core.transfer.views import descriptor_view
 
@@ -45,38 +45,6 @@ def bucket_size(total: int, limit: int) -> int:
     """Bytes per bucket for ``total`` bytes of one pair: small enough to overlap packing, wire and unpacking."""
     size = min(limit, max(_MIN_BUCKET_BYTES, -(-total // _MIN_BUCKETS)))
     return max(size // ALIGNMENT, 1) * ALIGNMENT
-
-
-def split_pieces(program: CopyProgram, limit: int) -> CopyProgram:
-    """Cut descriptors larger than ``limit`` bytes, first by rows, then by columns."""
-    program = _split_along(program, "rows", limit // np.maximum(program.cols * program.dst_itemsize, 1))
-    return _split_along(program, "cols", limit // program.dst_itemsize)
-
-
-def split_rows(program: CopyProgram, rows: IntArray) -> CopyProgram:
-    """Cut descriptor k after every ``rows[k]`` rows."""
-    return _split_along(program, "rows", rows)
-
-
-def _split_along(program: CopyProgram, axis: str, room: IntArray) -> CopyProgram:
-    size = getattr(program, axis)
-    step = np.where(program.nbytes > 0, np.minimum(np.maximum(room, 1), size), size)
-    parts = -(-size // step)
-    if (parts == 1).all():
-        return program
-    i, part = join(np.arange(len(size)), np.zeros(len(size), dtype=np.int64), parts)
-    begin = part * step[i]
-    taken = program.take(i)
-    stride = "row_stride" if axis == "rows" else "col_stride"
-    return replace(
-        taken,
-        **{
-            axis: np.minimum(step[i], size[i] - begin),
-            "src_offset": taken.src_offset + begin * getattr(taken, f"src_{stride}"),
-            "dst_offset": taken.dst_offset + begin * getattr(taken, f"dst_{stride}"),
-            "canonical": taken.canonical + begin * getattr(taken, f"canonical_{stride}"),
-        },
-    )
 
 
 def make_buckets(program: CopyProgram, limit: int, alone: npt.NDArray[np.bool_] | None = None) -> list[Bucket]:

@@ -32,8 +32,9 @@ import torch.distributed as dist
 from awex_core.errors import TransferError, first_line
 from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
+from awex_core.plan.split import split_pieces
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
-from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_buckets, split_pieces, unpacked_pieces
+from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_buckets, unpacked_pieces
 from awex_core.transfer.checksum import checksum, damage, is_checked
 from awex_core.transfer.proof import prove_members
 

@@ -31,8 +31,8 @@ from awex_core.layout.dtypes import DTYPES, ITEMSIZE
 from awex_core.layout.live import Memory
 from awex_core.plan.boxes import IntArray
 from awex_core.plan.program import CopyProgram
+from awex_core.plan.split import split_pieces, split_rows
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
-from awex_core.transfer.buckets import split_pieces, split_rows
 from awex_core.transfer.views import descriptor_view
 
 NAME = "shm"

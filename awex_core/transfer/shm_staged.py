@@ -25,8 +25,9 @@ import torch
 from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
+from awex_core.plan.split import split_pieces
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
-from awex_core.transfer.buckets import BucketViews, bucket_size, make_buckets, split_pieces
+from awex_core.transfer.buckets import BucketViews, bucket_size, make_buckets
 from awex_core.transfer.checksum import checksum, damage
 
 NAME = "shm-staged"

@@ -30,8 +30,9 @@ from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.live import Memory, ShardCollector
 from awex_core.plan import CopyProgram, SourceIndex, index_sources, lower_copies, plan_copies, unused_tensors
 from awex_core.plan.boxes import subtract
+from awex_core.plan.split import split_pieces
 from awex_core.testing.strategies import BLANK, Case, bits_of, cases
-from awex_core.transfer.buckets import ALIGNMENT, BucketViews, bucket_size, make_buckets, split_pieces
+from awex_core.transfer.buckets import ALIGNMENT, BucketViews, bucket_size, make_buckets
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ from awex_core.layout.live import Memory
 from awex_core.mixing import mix_block
 from awex_core.plan.copies import tensor_seeds
 from awex_core.transfer.views import descriptor_view
+from tests.support.lines import ROOT
 from tests.support.programs import random_memory, random_program
 
 TENSORS = [CanonicalTensor(f"t{index:03}", (4,), "bfloat16") for index in range(100)]
@@ -118,6 +122,14 @@ def test_digests(seed: int, side: Any) -> None:
             found[lanes[tile["tensor"]]] += mix_block(values, tile["canonical"], *steps, seeds[tile["tensor"]])
     total: npt.NDArray[np.uint64] = np.asarray([each % (1 << 64) for each in found], dtype=np.uint64)
     assert (total == digest_program(program, TENSORS, memory, side)).all()
+
+
+def test_the_kernels_in_tritons_interpreter() -> None:
+    """Where there is no GPU: all that they do but casting. In a process of its own, as it is chosen at import."""
+    args = [sys.executable, "-W", "ignore", "-m", "tests.support.kernel_checks"]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert done.stdout.endswith("kernels: the same\n"), done.stderr[-3000:]
 
 
 def test_whole_rows_of_bytes_move_in_the_largest_unit() -> None:

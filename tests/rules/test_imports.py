@@ -19,8 +19,9 @@ LEAVES = {"errors", "mixing", "version"}
 ARROWS = {
     "layout": LEAVES,
     "plan": LEAVES | {"layout"},
-    "transfer": LEAVES | {"layout", "plan"},
-    "commit": LEAVES | {"layout", "plan", "transfer"},
+    "kernels": LEAVES | {"layout", "plan"},
+    "transfer": LEAVES | {"layout", "plan", "kernels"},
+    "commit": LEAVES | {"layout", "plan", "kernels", "transfer"},
     "meta": LEAVES | {"layout", "commit"},
 }
 """What each stage may import. Everything else in awex_core stands above the stages."""

@@ -38,7 +38,7 @@ class _End:
 
 
 def random_program(
-    seed: int, count: int, tensors: int, *, big: bool = False
+    seed: int, count: int, tensors: int, *, casts: bool = True, big: bool = False
 ) -> tuple[CopyProgram, list[int], list[int]]:
     """``count`` descriptors of ``tensors`` tensors, and the bytes of each source and destination buffer."""
     rng = np.random.default_rng(seed)
@@ -48,7 +48,7 @@ def random_program(
         rows, cols = (int(rng.choice(BIG if big and k < 3 else SIZES)) for _ in range(2))
         codes = [code for code in range(len(DTYPES)) if DTYPES[code] != "bool"]
         dst = int(rng.choice(codes))
-        src = int(rng.choice([code for code in codes if can_convert(DTYPES[code], DTYPES[dst])]))
+        src = int(rng.choice([code for code in codes if can_convert(DTYPES[code], DTYPES[dst])])) if casts else dst
         found = {"rows": rows, "cols": cols, "tensor": int(rng.integers(tensors)), "dst_itemsize": ITEMSIZE[dst]}
         found |= {"canonical": int(rng.integers(1 << 40)), "src_dtype": src, "dst_dtype": dst}
         found |= {
