@@ -45,6 +45,7 @@ from awex_core.meta.machine import Begin, Entry, Machine
 from awex_core.options import EngineOptions
 from awex_core.session import Accept, GroupMeeting, read_value
 from awex_core.token import find_token
+from awex_core.transfer.ipc import IpcEndpoint, IpcHandle
 from awex_core.transfer.shm import ShmEndpoint, why_unreadable
 from awex_core.transfer.shm_staged import RingAddress, attach_ring
 from awex_core.version import Version
@@ -186,15 +187,18 @@ def test_kept_traces(tmp_path: Path, body: bytes, whole: bool) -> None:
 
 # What members of a session leave for each other
 
+SHARED = IpcHandle(b"h" * 66, 4096, 512, "/torch_7_8_9", 0, b"e" * 64, True)
+
 VALUE_TYPES: list[tuple[Any, bytes]] = [
     (Accept, msgspec.msgpack.encode(Accept({0: "f"}, {0: "shm"}, 1 << 20, ["a"]))),
     (GroupMeeting, msgspec.msgpack.encode(GroupMeeting("127.0.0.1", 80, b"s" * 32))),
     (RingAddress, msgspec.msgpack.encode(RingAddress("/dev/shm/awex-1-2", 4096, 7))),
     (ShmEndpoint, msgspec.msgpack.encode(ShmEndpoint(7, [1, 2], 3, b"s" * 16, 4))),
+    (IpcEndpoint, msgspec.msgpack.encode(IpcEndpoint(7, [SHARED, SHARED], SHARED, b"s" * 16))),
 ]
 
 
-@pytest.mark.parametrize(("kind", "valid"), VALUE_TYPES, ids=["accept", "group", "ring", "endpoint"])
+@pytest.mark.parametrize(("kind", "valid"), VALUE_TYPES, ids=["accept", "group", "ring", "shm", "ipc"])
 @settings(fuzz, max_examples=max(MANY // 3, 20))
 @given(st.data())
 def test_values_of_sessions(kind: Any, valid: bytes, data: st.DataObject) -> None:
