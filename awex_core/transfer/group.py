@@ -128,10 +128,13 @@ class Group:
         if self.device.type == "cuda":
             self.close()
             return
-        # Gloo's own abort wakes nobody. A wait that runs out breaks every pair of a context, so let one do so.
-        with suppress(RuntimeError):
-            nothing = torch.empty(1, dtype=torch.uint8)
-            self._pg.recv([nothing], (self.rank + 1) % self.address.size, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        # Gloo's own abort wakes nobody. A wait that runs out breaks every pair of a context, so let one do so. A pair
+        # that a peer has left fails at once instead and breaks no other: so ask all.
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in range(self.address.size):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    self._pg.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Leave the group and end what is pending in it."""

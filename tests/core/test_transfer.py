@@ -376,6 +376,31 @@ class TestGloo(TransportTests):
         assert "member 0 could not join within 2 s" in error.message and took_s < 10
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["all there", "the next rank has left"])
+def test_abort_wakes_a_sender_whatever_the_others_do(left: bool) -> None:
+    deadline = Deadline.after(60)
+    store = group.host_store(LOCAL, 3, deadline)
+    address = group.GroupAddress(LOCAL, store.port, 2, 1, SECRET)
+    with ThreadPoolExecutor(3) as pool:
+        joining = [
+            pool.submit(group.Group, address, rank, torch.device("cpu"), LOCAL, deadline)
+            for rank in range(address.size)
+        ]
+        members = [each.result(60) for each in joining]
+        del joining
+        work = members[0].send(torch.zeros(64 << 20, dtype=torch.uint8), 2)  # which nobody receives
+        waiting = pool.submit(work.wait, timedelta(seconds=50))
+        if left:
+            members.pop(1).close()
+        time.sleep(0.2)
+        assert not waiting.done()
+        members[0].abort()
+        with pytest.raises(RuntimeError):
+            waiting.result(10)
+        for member in members:
+            member.close()
+
+
 def join_alone(meeting: Meeting, limit_s: float) -> None:
     GlooWiring().sender(meeting, 0, {}, Memory(()), Deadline.after(limit_s))
 

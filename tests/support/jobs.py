@@ -124,7 +124,9 @@ class EngineServer:
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]
         with log.open("ab") as sink:
             self.process = start_process([*args, *listen], env, sink, cold=cold)
-        self._http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        # Engines close connections that were idle for 5 s, perhaps just as a request is sent: let them go before.
+        limits = httpx.Limits(keepalive_expiry=2)
+        self._http = httpx.Client(base_url=self.url, timeout=120, limits=limits, trust_env=False)
         if wait:
             self.wait(limit_s)
 
