@@ -1,6 +1,7 @@
 """Whatever reads what others wrote takes it or refuses it by its documented error, in proportion to its size.
 
-``AWEX_FUZZ_SECONDS=600 pytest tests/core/test_fuzz.py`` looks for longer. What was found once is kept as an example.
+``AWEX_FUZZ_SECONDS=600 pytest tests/core/test_fuzz.py`` looks for longer; ``-o faulthandler_timeout=0`` besides, if one
+test may take more than a quarter of an hour. What was found once is kept as an example.
 """
 
 from __future__ import annotations
