@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 
-import msgspec
 import torch
 
 from awex_core.commit.digest import digest_plan, pack_lanes, partial_digest
@@ -21,7 +20,7 @@ from awex_core.meta.messages import CopyView, JobView, Resend, WorkerInfo, Write
 from awex_core.plan import SourceIndex, index_sources
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
 from awex_core.transfer.base import Deadline, Progress
-from awex_core.transfer.export import export_memory
+from awex_core.transfer.export import encode_endpoint, export_memory
 from awex_core.version import Version
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class Lender:
     def _serve(self, copy: CopyView) -> None:
         deadline = Deadline.after(copy.sync.remaining_s)
         worker, incarnation = self._worker, self._worker.process.incarnation
-        endpoint = self._client.put_blob(msgspec.msgpack.encode(self._export.endpoint) if self._export else b"")
+        endpoint = self._client.put_blob(encode_endpoint(self._export))
         info = WriterInfo(
             rank=worker.rank,
             world=worker.world,

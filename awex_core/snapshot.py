@@ -40,15 +40,14 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy the weights as they are now; returns once that is done."""
-        devices = {buffer.device for buffer in self.memory.buffers}
-        if {device.type for device in devices} == {"cuda"} and len(devices) == 1:
-            self._launch(*devices)
+        gpu = self.memory.gpu
+        if gpu is not None:
+            self._launch(gpu)
         else:
             for kept, live in zip(self.memory.buffers, self._live.buffers, strict=True):
                 kept.copy_(live, non_blocking=True)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        for device in {buffer.device for buffer in self.memory.buffers if buffer.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
     def _launch(self, device: torch.device) -> None:
         """Copy all buffers at once: a launch for each costs more than the copy where a model has thousands."""

@@ -11,8 +11,6 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Literal, overload
 
-import msgspec
-
 from awex_core import stacks
 from awex_core.commit.digest import Lanes, digest_plan, pack_lanes, partial_digest
 from awex_core.commit.modes import VerifyMode, mode_of_version
@@ -29,7 +27,7 @@ from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
 from awex_core.snapshot import PendingSync, Snapshot
 from awex_core.transfer import shm_staged
 from awex_core.transfer.base import Deadline, Progress
-from awex_core.transfer.export import export_memory
+from awex_core.transfer.export import encode_endpoint, export_memory
 from awex_core.version import Version
 
 logger = logging.getLogger(__name__)
@@ -143,10 +141,9 @@ class WeightWriter:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="awex-publish")
 
     def _join(self) -> JoinReply:
-        endpoint = msgspec.msgpack.encode(self._export.endpoint) if self._export else b""
         blobs = {
             "layout": encode_layout(self.layout),
-            "endpoint": endpoint,
+            "endpoint": encode_endpoint(self._export),
             "manifest": encode_manifest(self._manifest),
         }
 

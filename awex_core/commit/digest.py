@@ -66,9 +66,9 @@ def digest_program(
         side: which end of each copy to look at.
         only: per tensor, whether it takes part.
     """
-    devices = {buffer.device for buffer in memory.buffers}
-    if len(devices) == 1 and devices.pop().type == "cuda":
-        return _digest_on_gpu(program, tensors, memory, side, only)
+    gpu = memory.gpu
+    if gpu is not None:
+        return _digest_on_gpu(program, tensors, memory, gpu, side, only)
     if only is not None:
         program = take_tensors(program, only)
     lanes = [0] * LANES
@@ -87,6 +87,7 @@ def _digest_on_gpu(
     program: CopyProgram,
     tensors: Sequence[CanonicalTensor],
     memory: Memory,
+    gpu: torch.device,
     side: Literal["src", "dst"],
     only: npt.NDArray[np.bool_] | None,
 ) -> Lanes:
@@ -99,7 +100,7 @@ def _digest_on_gpu(
     if known is None or known[:2] != (side, addresses):
         lanes = lane_of(np.arange(len(tensors)), len(tensors))
         batches = digest_batches(program, addresses, side)
-        digest = Digest(batches, tensor_seeds(tensors), lanes, LANES, memory.buffers[0].device)
+        digest = Digest(batches, tensor_seeds(tensors), lanes, LANES, gpu)
         known = _ON_GPU[program] = (side, addresses, digest)
     return known[2].take(only)
 

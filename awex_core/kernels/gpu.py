@@ -149,9 +149,9 @@ def _digest_tiles(
 class Copies:
     """Copies that are ready to run on one device, again and again."""
 
-    def __init__(self, batches: Sequence[Batch], device: torch.device, moved_nbytes: int = 0) -> None:
-        """Put the tables on the device; ``moved_nbytes`` is what they move, for whoever counts."""
-        self._device, self.moved_nbytes = device, moved_nbytes
+    def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:
+        """Put the tables on the device."""
+        self._device = device
         self._batches = [(batch, _on(device, batch.table)) for batch in batches]
 
     def launch(self) -> None:

@@ -78,12 +78,7 @@ def copy_batches(program: CopyProgram, src: Sequence[int], dst: Sequence[int]) -
         dst: likewise of each destination buffer.
     """
     program = program.take(program.nbytes > 0)
-    size = np.asarray(ITEMSIZE, dtype=np.int64)[program.dst_dtype]
-    plain = (
-        (program.src_dtype == program.dst_dtype)
-        & ((program.src_col_stride == size) | (program.cols == 1))
-        & ((program.dst_col_stride == size) | (program.cols == 1))
-    )
+    plain = program.plain
     batches = list(_plain_batches(_as_bytes(program.take(plain)), src, dst))
     return batches + list(_cast_batches(program.take(~plain), src, dst))
 
@@ -111,8 +106,7 @@ def digest_batches(program: CopyProgram, addresses: Sequence[int], side: Literal
     pieces = split_pieces(program.take(program.nbytes > 0), TILE_NBYTES)
     stored = getattr(pieces, f"{side}_dtype")
     table: dict[str, IntArray] = {
-        "src": np.asarray(addresses, dtype=np.int64)[getattr(pieces, f"{side}_buffer")]
-        + getattr(pieces, f"{side}_offset"),
+        "src": _addresses(pieces, side, addresses),
         "rows": pieces.rows,
         "cols": pieces.cols,
         "src_row_stride": _elements(getattr(pieces, f"{side}_row_stride"), stored),
@@ -130,9 +124,7 @@ def digest_batches(program: CopyProgram, addresses: Sequence[int], side: Literal
         per_word = _WORD // ITEMSIZE[code]
         here = words & (stored == code)
         wide = table | {name: table[name] // per_word for name in ("cols", "src_row_stride")}
-        for flat in (True, False):
-            mine = here & ((table["rows"] == 1) == flat)
-            batches += _batch(wide, DIGEST_COLUMNS, mine, (_UNITS[_WORD],) * 2, True, flat, per_word)
+        batches += _batches(wide, DIGEST_COLUMNS, here, (_UNITS[_WORD],) * 2, packed=True, per_word=per_word)
     return batches
 
 
@@ -165,12 +157,10 @@ def _as_bytes(program: CopyProgram) -> CopyProgram:
 
 def _plain_batches(program: CopyProgram, src: Sequence[int], dst: Sequence[int]) -> Iterator[Batch]:
     pieces = split_pieces(program, TILE_NBYTES)
-    begin = np.asarray(src, dtype=np.int64)[pieces.src_buffer] + pieces.src_offset
-    end = np.asarray(dst, dtype=np.int64)[pieces.dst_buffer] + pieces.dst_offset
+    begin, end = _addresses(pieces, "src", src), _addresses(pieces, "dst", dst)
     ends = begin | end | pieces.cols | pieces.src_row_stride | pieces.dst_row_stride
     unit = np.minimum(ends & -ends, max(_UNITS))  # the lowest bit that is set anywhere
     for size, name in _UNITS.items():
-        mine = unit == size
         table = {
             "src": begin,
             "dst": end,
@@ -181,16 +171,15 @@ def _plain_batches(program: CopyProgram, src: Sequence[int], dst: Sequence[int])
             "dst_row_stride": pieces.dst_row_stride // size,
             "dst_col_stride": pieces.dst_col_stride,
         }
-        for flat in (True, False):
-            yield from _batch(table, COPY_COLUMNS, mine & ((pieces.rows == 1) == flat), (name, name), True, flat)
+        yield from _batches(table, COPY_COLUMNS, unit == size, (name, name), packed=True)
 
 
 def _cast_batches(program: CopyProgram, src: Sequence[int], dst: Sequence[int]) -> Iterator[Batch]:
     """What is cast or transposed, element by element."""
     pieces = split_pieces(program, TILE_NBYTES)
     table = {
-        "src": np.asarray(src, dtype=np.int64)[pieces.src_buffer] + pieces.src_offset,
-        "dst": np.asarray(dst, dtype=np.int64)[pieces.dst_buffer] + pieces.dst_offset,
+        "src": _addresses(pieces, "src", src),
+        "dst": _addresses(pieces, "dst", dst),
         "rows": pieces.rows,
         "cols": pieces.cols,
         "src_row_stride": _elements(pieces.src_row_stride, pieces.src_dtype),
@@ -209,30 +198,36 @@ def _grouped(
 ) -> Iterator[Batch]:
     """One batch per pair of dtypes and shape of tile. ``steps`` are the columns with the strides within a row."""
     packed = np.logical_and.reduce([(table[step] == 1) | (table["cols"] == 1) for step in steps])
-    flat = packed & (table["rows"] == 1)
     pairs = np.unique(np.stack([src, dst], axis=1), axis=0) if len(src) else np.empty((0, 2), dtype=np.int64)
     for from_code, to_code in pairs.tolist():
         here = (src == from_code) & (dst == to_code)
         same = from_code == to_code  # bits as they are, whatever they mean
         unit = _UNITS[ITEMSIZE[from_code]]
         names = (unit, unit) if same else (DTYPES[from_code], DTYPES[to_code])
-        for is_packed, is_flat in ((True, True), (True, False), (False, False)):
-            mine = here & (packed == is_packed) & (flat == is_flat)
-            yield from _batch(table, columns, mine, names, is_packed, is_flat)
+        yield from _batches(table, columns, here & packed, names, packed=True)
+        yield from _batches(table, columns, here & ~packed, names, packed=False)
 
 
-def _batch(
+def _batches(
     table: dict[str, IntArray],
     columns: Sequence[str],
     mine: npt.NDArray[np.bool_],
     dtypes: tuple[str, str],
+    *,
     packed: bool,
-    flat: bool,
     per_word: int = 1,
 ) -> Iterator[Batch]:
-    if mine.any():
-        rows = np.stack([table[name][mine] for name in columns], axis=1)
-        yield Batch(*dtypes, packed, flat, np.ascontiguousarray(rows, dtype=np.int64), per_word)
+    """Some of the tiles; if they are packed, those of one row for themselves."""
+    one_row = table["rows"] == 1
+    for flat, chosen in ((True, mine & one_row), (False, mine & ~one_row)) if packed else ((False, mine),):
+        if chosen.any():
+            rows = np.stack([table[name][chosen] for name in columns], axis=1)
+            yield Batch(*dtypes, packed, flat, np.ascontiguousarray(rows, dtype=np.int64), per_word)
+
+
+def _addresses(pieces: CopyProgram, side: str, buffers: Sequence[int]) -> IntArray:
+    """Where each piece begins on one side, whose buffers begin at these addresses."""
+    return np.asarray(buffers, dtype=np.int64)[getattr(pieces, f"{side}_buffer")] + getattr(pieces, f"{side}_offset")
 
 
 def _elements(stride: IntArray, dtype: IntArray) -> IntArray:

@@ -26,6 +26,12 @@ class Memory:
         """Address of the first byte of each buffer."""
         return list(map(torch.Tensor.data_ptr, self.buffers))
 
+    @property
+    def gpu(self) -> torch.device | None:
+        """The GPU that all of it lies on; None if it lies elsewhere, on several, or is none."""
+        devices = {buffer.device for buffer in self.buffers}
+        return devices.pop() if len(devices) == 1 and self.buffers[0].is_cuda else None
+
     def view(
         self, buffer: int, offset: int, extent: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:

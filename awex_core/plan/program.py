@@ -56,6 +56,15 @@ class CopyProgram:
         """Bytes each descriptor writes, in the destination's dtype."""
         return self.rows * self.cols * self.dst_itemsize
 
+    @property
+    def plain(self) -> npt.NDArray[np.bool_]:
+        """The descriptors that only move bytes: same dtype on both ends, and contiguous rows."""
+        return (
+            (self.src_dtype == self.dst_dtype)
+            & ((self.src_col_stride == self.dst_itemsize) | (self.cols == 1))
+            & ((self.dst_col_stride == self.dst_itemsize) | (self.cols == 1))
+        )
+
     def take(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_] | slice) -> CopyProgram:
         """The descriptors at ``index``."""
         return CopyProgram(**{name: getattr(self, name)[index] for name in _COLUMNS})

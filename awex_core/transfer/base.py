@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from awex_core.errors import SyncTimeout
+from awex_core.errors import SyncTimeout, TransferError
 from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
 
@@ -35,6 +35,16 @@ def check_programs(programs: Programs, memory: Memory, side: Literal["src", "dst
     sizes = [buffer.numel() for buffer in memory.buffers]
     for program in programs.values():
         program.check_within(side, sizes)
+
+
+def check_hold_word(word: int, number: int, who: str) -> None:
+    """Raise ``TransferError`` unless a writer's hold word says that it holds version ``number`` still.
+
+    The word is the number of the version that is held, plus one; 0 for none.
+    """
+    if word != number + 1:
+        now = f"version number {word - 1}" if word else "none"
+        raise TransferError(f"{who} no longer holds version number {number} still, but {now}; it gave up waiting")
 
 
 @dataclass(slots=True)

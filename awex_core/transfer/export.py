@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
+import msgspec
+
 from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.transfer.ipc import IpcExport
@@ -18,13 +20,18 @@ class Export(Protocol):
 
     @property
     def endpoint(self) -> Any:
-        """What a reader needs to know, to be encoded as MessagePack."""
+        """What a reader needs to know; a message that ``msgspec`` encodes."""
 
     def hold(self, number: int) -> None:
         """From now on the memory is version ``number`` and does not change."""
 
     def let_go(self) -> None:
         """From now on it may change."""
+
+
+def encode_endpoint(export: Export | None) -> bytes:
+    """What a reader finds of it; empty if there is none."""
+    return msgspec.msgpack.encode(export.endpoint) if export is not None else b""
 
 
 def export_memory(memory: Memory) -> Export | None:

@@ -19,7 +19,7 @@ import torch
 from awex_core.errors import TransferError, first_line
 from awex_core.kernels.tiles import copy_batches
 from awex_core.layout.live import Memory
-from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
+from awex_core.transfer.base import Deadline, Programs, Progress, check_hold_word, check_programs
 
 if TYPE_CHECKING:
     from awex_core.kernels.gpu import Copies
@@ -119,13 +119,7 @@ class Mapped:
 
     def check_held(self, number: int, who: str) -> None:
         """Raise ``TransferError`` unless the writer holds version ``number`` still; asked before a pull and after."""
-        found = int(self._word[2].cpu())
-        if found != number + 1:
-            now = f"version number {found - 1}" if found else "none"
-            raise TransferError(
-                f"{who} (process {self.pid}) no longer holds version number {number} still, but {now}; "
-                "it gave up waiting"
-            )
+        check_hold_word(int(self._word[2].cpu()), number, f"{who} (process {self.pid})")
 
 
 class IpcReceiver:
@@ -133,7 +127,7 @@ class IpcReceiver:
 
     def __init__(self, mapped: dict[int, Mapped], device: torch.device) -> None:
         self._mapped, self._device = mapped, device
-        self._cached: tuple[Programs, tuple[int, ...], dict[int, Copies]] | None = None
+        self._cached: tuple[Programs, tuple[int, ...], tuple[list[Copies], int]] | None = None
 
     def receive(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
         """Pull every piece from every writer rank, and wait until all are there.
@@ -142,30 +136,30 @@ class IpcReceiver:
             TransferError: the device failed meanwhile.
             SyncTimeout: the deadline had passed.
         """
-        ready = self._ready(programs, memory)
+        ready, nbytes = self._ready(programs, memory)
         deadline.remaining(f"the memory of writer rank(s) {sorted(programs)}")
         try:
-            for copies in ready.values():
+            for copies in ready:
                 copies.launch()
             torch.cuda.current_stream(self._device).synchronize()
         except RuntimeError as error:
             raise TransferError(f"pulling from writer rank(s) {sorted(programs)}: {first_line(error)}") from error
-        progress.moved(NAME, sum(copies.moved_nbytes for copies in ready.values()))
+        progress.moved(NAME, nbytes)
 
-    def _ready(self, programs: Programs, memory: Memory) -> dict[int, Copies]:
+    def _ready(self, programs: Programs, memory: Memory) -> tuple[list[Copies], int]:
+        """The copies from each writer, ready to run, and the bytes that they move in all."""
         from awex_core.kernels.gpu import Copies
 
         addresses = tuple(memory.addresses)
         if not (self._cached and self._cached[0] is programs and self._cached[1] == addresses):
             check_programs(programs, memory, "dst")
-            ready = {}
+            ready = []
             for rank, program in programs.items():
                 source = self._mapped[rank].memory
                 check_programs({rank: program}, source, "src")
-                ready[rank] = Copies(
-                    copy_batches(program, source.addresses, addresses), self._device, int(program.nbytes.sum())
-                )
-            self._cached = programs, addresses, ready
+                ready.append(Copies(copy_batches(program, source.addresses, addresses), self._device))
+            nbytes = sum(int(program.nbytes.sum()) for program in programs.values())
+            self._cached = programs, addresses, (ready, nbytes)
         return self._cached[2]
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from awex_core.layout.live import Memory
 from awex_core.plan.boxes import IntArray
 from awex_core.plan.program import CopyProgram
 from awex_core.plan.split import split_pieces, split_rows
-from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
+from awex_core.transfer.base import Deadline, Programs, Progress, check_hold_word, check_programs
 from awex_core.transfer.views import descriptor_view
 
 NAME = "shm"
@@ -110,12 +110,7 @@ def check_held(endpoint: ShmEndpoint, number: int, who: str) -> None:
         raise TransferError(
             f"{who} (process {endpoint.pid}) cannot be read: {os.strerror(error.errno or 0)}"
         ) from error
-    if int(found[0]) != number + 1:
-        now = f"version number {int(found[0]) - 1}" if found[0] else "none"
-        raise TransferError(
-            f"{who} (process {endpoint.pid}) no longer holds version number {number} still, but {now}; "
-            "it gave up waiting"
-        )
+    check_hold_word(int(found[0]), number, f"{who} (process {endpoint.pid})")
 
 
 def why_unreadable(endpoint: ShmEndpoint) -> str:
@@ -290,11 +285,7 @@ class _Pull:
 
 def _prepare(program: CopyProgram, remote: npt.NDArray[np.int64], local: npt.NDArray[np.int64]) -> _Pull:
     itemsize = np.asarray(ITEMSIZE, dtype=np.int64)[program.src_dtype]
-    plain = (
-        (program.src_dtype == program.dst_dtype)
-        & ((program.src_col_stride == itemsize) | (program.cols == 1))
-        & ((program.dst_col_stride == itemsize) | (program.cols == 1))
-    )
+    plain = program.plain
     row = program.cols * itemsize
     dense = (
         plain

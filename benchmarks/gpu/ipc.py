@@ -10,7 +10,6 @@ Every pull is compared bit by bit with memory that the reader fills on its own.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -26,12 +25,12 @@ from awex_core.snapshot import Snapshot
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.ipc import IpcExport, IpcReceiver, Mapped
 from awex_core.transfer.views import descriptor_view
+from benchmarks.gpu.timing import median_s, memcpy_s
 from benchmarks.pieces import Pair, allocate, expert_pair
 from benchmarks.processes import Peer, run_pair
 from benchmarks.report import Figure, finish
 
 MIB = 1 << 20
-REPEATS = 7
 LIMIT_S = 240.0
 CASES: dict[str, dict[str, bool]] = {"experts": {}, "cast": {"hard": True}, "contiguous": {"whole": True}}
 """Of ``expert_pair``: a third whole and the rest in strides; float32 into padded bfloat16; all whole."""
@@ -111,10 +110,10 @@ def _measure(peer: Peer, name: str, pair: Pair, device: torch.device) -> dict[st
         "map_s": map_s,
         "first_s": first_s,
         "tables_nbytes": tables,
-        "pull_s": _timed(pull),
-        "digest_s": _timed(digest),
-        "copy_per_piece_s": _timed(lambda: _copy_per_piece(pair, mapped.memory, memory)),
-        "memcpy_s": _memcpy_s(pair.nbytes, device),
+        "pull_s": median_s(pull),
+        "digest_s": median_s(digest),
+        "copy_per_piece_s": median_s(lambda: _copy_per_piece(pair, mapped.memory, memory)),
+        "memcpy_s": memcpy_s(pair.nbytes, device),
         "snapshot": _snapshot(memory, device) if name == "contiguous" else None,
     }
     expected = allocate(pair.destination, device=device)
@@ -133,34 +132,16 @@ def _measure(peer: Peer, name: str, pair: Pair, device: torch.device) -> dict[st
 def _snapshot(memory: Memory, device: torch.device) -> tuple[float, bool]:
     """By how much a snapshot of many buffers takes longer than a copy of one block; whether it is right."""
     snapshot = Snapshot(memory)
-    seconds = _timed(snapshot.take)
+    seconds = median_s(snapshot.take)
     right = all(torch.equal(a, b) for a, b in zip(memory.buffers, snapshot.memory.buffers, strict=True))
     del snapshot
     torch.cuda.empty_cache()
-    return seconds / _memcpy_s(sum(buffer.numel() for buffer in memory.buffers), device), right
-
-
-def _memcpy_s(nbytes: int, device: torch.device) -> float:
-    """Seconds that CUDA takes for a copy of as many bytes in one block."""
-    source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda:0")
-    target = torch.empty_like(source, device=device)
-    return _timed(lambda: target.copy_(source))
+    return seconds / memcpy_s(sum(buffer.numel() for buffer in memory.buffers), device), right
 
 
 def _copy_per_piece(pair: Pair, source: Memory, target: Memory) -> None:
     for k in range(len(pair.program)):
         descriptor_view(pair.program, k, target, "dst").copy_(descriptor_view(pair.program, k, source, "src"))
-
-
-def _timed(run: Callable[[], Any]) -> float:
-    seconds = []
-    for _ in range(REPEATS + 1):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds[1:])
 
 
 def _raises(run: Callable[[], None]) -> bool:

@@ -32,11 +32,11 @@ from awex_core.layout.live import ShardCollector
 from awex_core.meta.server import MetaServer
 from awex_core.writer import SyncResult, WeightWriter
 from benchmarks.gpu.engines_follow import ENGINES, START_LIMIT_S, Case
+from benchmarks.gpu.timing import REPEATS, memcpy_s
 from benchmarks.models import QWEN3_30B_A3B, ModelShape, canonical_tensors
 from benchmarks.report import Figure, finish
 from tests.support.tiny_models import make_model
 
-REPEATS = 7
 FLAGS: dict[str, Sequence[str]] = {
     # CUDA graphs without torch.compile, which would take most of the time that this benchmark takes.
     "vllm": ["--load-format", "dummy", "--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'],
@@ -70,7 +70,8 @@ def main() -> int:
         except BaseException:
             print((folder / "engine" / "engine.log").read_text(errors="replace")[-6000:], flush=True)
             raise
-    found["memcpy_s"] = _memcpy_s(found["nbytes"])
+    block = min(found["nbytes"], 4 << 30)  # beside a large model there is room for no more
+    found["memcpy_s"] = memcpy_s(block, torch.device("cuda", 0)) * found["nbytes"] / block
     size = f"{found['nbytes'] / 1e9:.0f}gb"
     result = finish(f"gpu_{engine}_update_{size}_{receive}", _figures(found, receive), Console(width=180))
     return int(any(figure.failed for figure in result.figures))
@@ -177,19 +178,6 @@ def _tokens_per_second(server: Any, writer: WeightWriter, number: int) -> tuple[
     finally:
         over.set()
         thread.join()
-
-
-def _memcpy_s(nbytes: int) -> float:
-    torch.cuda.empty_cache()
-    source = torch.zeros(min(nbytes, 4 << 30), dtype=torch.uint8, device="cuda")
-    target, seconds = torch.empty_like(source), []
-    for _ in range(REPEATS):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds) * nbytes / source.numel()
 
 
 def _figures(found: dict[str, Any], receive: str) -> list[Figure]:

@@ -25,15 +25,14 @@ from awex_core.kernels.tiles import (
     copy_batches,
     digest_batches,
 )
-from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory
 from awex_core.mixing import mix_block
 from awex_core.plan.copies import tensor_seeds
 from awex_core.transfer.views import descriptor_view
+from tests.support.kernel_checks import TENSORS
 from tests.support.lines import ROOT
 from tests.support.programs import random_memory, random_program
 
-TENSORS = [CanonicalTensor(f"t{index:03}", (4,), "bfloat16") for index in range(100)]
 CPU = torch.device("cpu")
 
 
