@@ -33,7 +33,7 @@ from benchmarks.report import Figure, finish
 MIB = 1 << 20
 LIMIT_S = 240.0
 CASES: dict[str, dict[str, bool]] = {"experts": {}, "cast": {"hard": True}, "contiguous": {"whole": True}}
-"""Of ``expert_pair``: a third whole and the rest in strides; float32 into padded bfloat16; all whole."""
+"""Of ``expert_pair``: a third of the experts whole, of the others half; float32 into padded bfloat16; all whole."""
 
 
 def main() -> int:
