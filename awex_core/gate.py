@@ -57,6 +57,6 @@ def add_status_route(app: Any) -> None:
 
     async def status() -> dict[str, Any]:
         controller: EngineController = app.state.awex_controller
-        return controller.status()
+        return await controller.look()
 
     app.add_api_route("/awex/status", status, methods=["GET"])

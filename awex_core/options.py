@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from awex_core.checkpoint import read_headers
-from awex_core.commit.modes import ReceiveMode
+from awex_core.commit.modes import ReceiveMode, StartMode
 from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
 from awex_core.meta.client import MetaClient
@@ -32,6 +32,8 @@ _ENV = {
     "weight_sync_receive": "AWEX_RECEIVE",
     "weight_sync_repair_checkpoint": "AWEX_REPAIR_CHECKPOINT",
     "weight_sync_require_version": "AWEX_REQUIRE_VERSION",
+    "weight_sync_start": "AWEX_START",
+    "weight_sync_max_lag": "AWEX_MAX_LAG",
 }
 """Flag -> variable."""
 
@@ -115,6 +117,20 @@ def add_flags(parser: Any, backend_action: str | type[argparse.Action] = "store"
         action="store_true",
         default=None,
         help="answer 503 until the trainer has published a version (always so with dummy weights)",
+    )
+    group.add_argument(
+        "--weight-sync-start",
+        choices=get_args(StartMode),
+        default=None,
+        help="when the job has a version already: answer 503 until this engine has caught up (closed, the default), or "
+        "serve what it was started on until then (open)",
+    )
+    group.add_argument(
+        "--weight-sync-max-lag",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="answer 503 once this engine has been behind for so long, or could not learn whether it is",
     )
 
 

@@ -161,8 +161,11 @@ class Sync:
             self.fail(name, f"not committed after {self.timeout_s:g} s; {self._how_far(name)}")
 
     def _how_far(self, name: str) -> str:
+        engine = self.engines.get(name)
         far = f"it was {self.parts[name].outcome}"
-        silent = self._silent_workers(self.engines[name]) if name in self.engines else []
+        if engine is not None and engine.why("released"):
+            return f"{far}: {engine.why('released')}"
+        silent = self._silent_workers(engine) if engine is not None else []
         return f"{far}, and worker(s) {silent} of {self.engines[name].world} had not reported" if silent else far
 
     def _who_is_missing(self) -> str:
@@ -175,11 +178,11 @@ class Sync:
     def hear_controller(self, engine: Engine, message: ReportEngine) -> ReportReply:
         """Record a controller's word. It may commit only when all workers have said they hold the version."""
         before = self.parts[engine.name]
-        silent = self._silent_workers(engine)
-        if message.outcome == "committed" and before.outcome not in TERMINAL and silent:
-            reason = f"worker(s) {silent} of engine {engine.name} have not reported version {message.version}"
-            return ReportReply(accepted=False, reason=reason)
-        if before.outcome not in TERMINAL and message.outcome != "pending":
+        if message.outcome == "committed" and before.outcome not in TERMINAL:
+            reason = self._why_not_whole(engine)
+            if reason:
+                return ReportReply(accepted=False, reason=reason)
+        if before.outcome not in TERMINAL:
             self._update_figures(engine.name, message.figures)
             self._progress(engine, message.outcome, message.reason or "its controller gave no reason")
         return _answer(engine.name, before, message.outcome)
@@ -200,7 +203,7 @@ class Sync:
             self.pulse.changed()
             self._add_figures(engine.name, message.figures)
             if not engine.controlled:
-                self._progress(engine, "updating" if self._silent_workers(engine) else "committed", "")
+                self._progress(engine, "updating" if self._why_not_whole(engine) else "committed", "")
         return _answer(engine.name, before, "failed" if message.failed else "committed")
 
     def _ask_again(self, name: str, wanted: Resend) -> ReportReply:
@@ -237,7 +240,7 @@ class Sync:
             self.fail(engine.name, reason)
             return
         if outcome == "committed":
-            engine.state, engine.version, engine.reason = "ready", self.version, ""
+            engine.said, engine.version, engine.said_reason = "ready", self.version, ""
         self._record(engine.name, outcome)
 
     def _record(self, name: str, outcome: EngineOutcome, reason: str = "") -> None:
@@ -248,6 +251,13 @@ class Sync:
     def _silent_workers(self, engine: Engine) -> list[int]:
         """Workers that have not said they hold the version: all must, before the engine may commit."""
         return sorted(set(range(engine.world)) - self.reported.get(engine.name, set()))
+
+    def _why_not_whole(self, engine: Engine) -> str:
+        """Why an engine may not commit yet: a worker has not reported, or a call of the engine's own came between."""
+        silent = self._silent_workers(engine)
+        if silent:
+            return f"worker(s) {silent} of engine {engine.name} have not reported version {self.version}"
+        return engine.not_held
 
     # Figures and digests
 
@@ -310,8 +320,7 @@ def restore_sync(saved: SavedSync, engines: Mapping[str, Engine], pulse: Pulse) 
 
 def _answer(engine: str, before: EngineSync, claimed: EngineOutcome) -> ReportReply:
     """Accepted when this report was recorded, or says what was recorded before it."""
-    was_open = before.outcome not in TERMINAL and claimed != "pending"
-    if was_open or before.outcome == claimed:
+    if before.outcome not in TERMINAL or before.outcome == claimed:
         return ReportReply(accepted=True)
     tail = f": {before.reason}" if before.reason else ""
     return ReportReply(accepted=False, reason=f"engine {engine} is recorded as {before.outcome}{tail}")

@@ -50,8 +50,8 @@ class Versions:
         self._committed.clear()
         for engine in self._engines.values():
             engine.generation += 1
-            if engine.state == "refused":  # what it refused was the earlier trainer's model
-                engine.state, engine.reason = "ready", ""
+            if engine.said == "refused":  # what it refused was the earlier trainer's model
+                engine.said, engine.said_reason = "ready", ""
         self._pulse.changed()
 
     def see(self, version: Version, engine: str, *, writing: bool) -> None:
