@@ -292,7 +292,6 @@ class EngineController:
             return
         logger.error("awex: engine %s is torn: %s", self.engine, self._weights[1])
         await self._set_state("torn", self._weights[1])
-        await self._within(_GRACE_S, self._host.pause(), "the engine to pause")
         await self._within(_GRACE_S, self._host.fail_requests(), "the engine to end its requests")
 
     async def _take_over(self, seen: EngineView) -> None:
@@ -305,7 +304,6 @@ class EngineController:
         if self.state == "updating":
             await self._set_state("torn", "the process that controlled this engine fell silent during an update")
         if self.state == "torn":
-            await self._within(_GRACE_S, self._host.pause(), "the engine to pause")
             await self._within(_GRACE_S, self._host.fail_requests(), "the engine to end its requests")
 
     # From engine to engine

@@ -147,4 +147,4 @@ class EngineHost(Protocol):
         """What the workers' memory is by the engine's own account, and which call has made it that."""
 
     async def fail_requests(self) -> None:
-        """The weights are torn: end every request in flight with an error, stay paused, and show no version."""
+        """The weights are torn: pause unless paused, end every request in flight with an error, and show no version."""

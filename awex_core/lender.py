@@ -70,6 +70,8 @@ class Lender:
         copy: CopyView | None = None
         try:
             copy = self._copy(self._client.watch())
+            with self._reading():
+                self._prove()  # once more when all has been read; but now the other engine loses nothing
             self._serve(copy)
         except Exception as error:
             logger.exception("awex: worker %d could not lend to engine %s", self._worker.rank, self._target)

@@ -96,11 +96,11 @@ def test_weights_that_changed_without_a_word_are_not_lent_either(
 
     def why_not_lent() -> str:
         copy = trainer.writers[0]._client.watch().copies.get("late")
-        return copy.sync.engines["late"].reason if copy is not None and copy.sync.engines else ""
+        return copy.sync.reason if copy is not None else ""
 
-    eventually(lambda: "does not hold 1.1 any more" in why_not_lent())
+    eventually(lambda: "its weights are not those that were committed" in why_not_lent())
     eventually(lambda: look(loop, engine)["state"] == "unknown")
-    assert late.controller.version == INITIAL and not holds(late, trainer.weights)
+    assert late.controller.state == "ready" and late.controller.version == INITIAL, "it has lost nothing"
     assert look(loop, late)["closed"] != "", "it was started when the job was at 1.1"
     assert set(trainer.write(2).committed) == {"e", "late"}
     assert holds(engine, trainer.weights) and holds(late, trainer.weights)
@@ -203,7 +203,7 @@ def test_weights_that_were_dropped_are_not_served(
     loop.run(engine.foreign("sleep", nothing, released=True))
     loop.run(engine.foreign("wake_up", lambda: noise(engine), lost="sleep level 2 has dropped the weights"))
     eventually(lambda: engine.controller.state == "torn")
-    eventually(lambda: engine.events[-2:] == ["pause", "fail"])
+    eventually(lambda: engine.events[-1] == "fail")
     assert "sleep level 2" in engine.controller.why_closed()
     assert seen(trainer) == ("torn", "sleep level 2 has dropped the weights")
     assert trainer.write(2).committed == ("e",) and holds(engine, trainer.weights)
