@@ -40,6 +40,9 @@ _ENV = {
 
 _INSTANCE = "AWEX_ENGINE_INSTANCE"
 
+COMMAND_KEY = "AWEX_COMMAND_KEY"
+"""Variable with a secret of one engine's processes: the ways that our commands travel are open to its clients too."""
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -181,6 +184,14 @@ def _draw_instance(starts: bool) -> None:
     pid, _, _ = os.environ.get(_INSTANCE, "").partition("-")
     if starts or pid not in (str(os.getpid()), str(os.getppid())):
         os.environ[_INSTANCE] = f"{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def make_command_key() -> None:
+    """Before the engine's other processes are started: let them know our commands from requests of clients.
+
+    API servers read the flags once each, and are all of one engine: what their parent has drawn stays.
+    """
+    os.environ.setdefault(COMMAND_KEY, secrets.token_hex(16))
 
 
 def check_meta_server() -> None:

@@ -13,7 +13,7 @@ the second they are again what they were if every byte of the live memory is, wh
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from awex_core.commit.digest import digest_program, held_plan, pack_lanes
@@ -22,6 +22,8 @@ from awex_core.errors import TransferError
 from awex_core.layout.layout import Buffer, CanonicalTensor, Layout, Shard, build_layout
 from awex_core.layout.live import Memory
 from awex_core.meta.messages import WeightsState
+
+_ORDER: tuple[WeightsState, ...] = ("lost", "foreign", "released", "held")
 
 _READERS_S = 5.0
 """How long a call of the engine's own waits for threads that read the weights."""
@@ -62,14 +64,16 @@ class Ownership:
         Args:
             call: its name, for people.
             released: the weights are not in memory now.
-            lost: why what is there cannot be a model's, if it is not what was there before.
+            lost: why what is there cannot be a model's, if it is seen not to be what was there before.
         """
         if released:
             self._set("released", call)
-        elif self._mark is not None and self._mark == fingerprint(self._model.live()):
+        elif self._mark is None:
+            self.distrust(f"{call} may have changed the weights, of which some are out of sight")
+        elif self._mark == fingerprint(self._model.live()):
             self._set(*self._before)
         else:
-            self.distrust(lost or f"{call} may have changed the weights", lost=bool(lost))
+            self.distrust(lost or f"{call} has changed the weights", lost=bool(lost))
 
     def distrust(self, reason: str, *, lost: bool = False) -> None:
         """The weights are not what was committed."""
@@ -96,6 +100,12 @@ class Ownership:
         if (state, reason) != (self.state, self.reason):
             self.state, self.reason = state, reason
             self._tell(state, reason, void)
+
+
+def worst(found: Mapping[WeightsState, str]) -> tuple[WeightsState, str]:
+    """What an engine's weights are, by those of its workers, each with its reason."""
+    state: WeightsState = next((state for state in _ORDER if state in found), "held")
+    return state, found.get(state, "")
 
 
 _Mark = tuple[tuple[int, ...], bytes]

@@ -21,6 +21,7 @@ from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory, flat_bytes
 from awex_core.layout.trace import trace_loader
 from awex_core.meta.messages import WeightsState
+from awex_core.ownership import worst
 from awex_core.reader import WeightReader
 from awex_core.version import Version
 
@@ -237,13 +238,7 @@ class FakeEngine:
 
     async def weights(self) -> tuple[WeightsState, str]:
         """See ``EngineHost.weights``."""
-        found = {reader.ownership.state: reader.ownership.reason for reader in self.readers}
-        order: tuple[WeightsState, ...] = ("lost", "foreign", "released", "held")
-        return (
-            next((state, found[state]) for state in order if state in found or state == "held")
-            if found
-            else ("held", "")
-        )
+        return worst({reader.ownership.state: reader.ownership.reason for reader in self.readers})
 
     async def fail_requests(self) -> None:
         """See ``EngineHost.fail_requests``."""

@@ -17,7 +17,7 @@ when the model is traced, and is put back. Whatever fits none of these is refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -77,8 +77,16 @@ class _Staged:
 class VllmWorkerModel:
     """``awex_core.engine.WorkerModel`` of one vLLM worker."""
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        device: torch.device,
+        why_unsupported: Callable[[], list[str]] = list,
+    ) -> None:
+        """``why_unsupported`` says what else there is in this worker that would not follow."""
         self.device = device
+        self._why_unsupported = why_unsupported
         self._model, self._vllm_config = model, vllm_config
         self._buffers: list[torch.Tensor | tuple[_Staged, str]] = []
         self._staged: list[_Staged] = []
@@ -87,6 +95,9 @@ class VllmWorkerModel:
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
+        faults = self._why_unsupported()
+        if faults:
+            raise PlanError("this engine cannot follow a trainer", faults)
         live = {path: own_tensors(module) for path, module in self._model.named_modules()}
         with compat.checkpoint_format(self._model):
             slots = [
@@ -199,7 +210,17 @@ class VllmWorkerModel:
 
     def lend(self) -> Memory:
         """See ``WorkerModel.lend``."""
-        return Memory(tuple(flat_bytes(entry) for entry in self._buffers if isinstance(entry, torch.Tensor)))
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return Memory(
+            tuple(flat_bytes(entry) if isinstance(entry, torch.Tensor) else nothing for entry in self._buffers)
+        )
+
+    def live(self) -> Memory | None:
+        """See ``WorkerModel.live``; on a CPU, packed copies are out of sight."""
+        if self.device.type == "cpu" and (self._staged or any(map(compat.hides_weights, self._model.modules()))):
+            return None
+        tensors = compat.all_tensors(self._model)
+        return Memory(tuple({t.untyped_storage()._cdata: flat_bytes(t) for t in tensors if t.numel()}.values()))
 
     def finish(self) -> None:
         """See ``WorkerModel.finish``: loader-path modules first, then what is computed from them."""

@@ -185,7 +185,7 @@ def test_a_call_that_comes_after_the_version_has_begun(
         loop.run(engine.foreign("wake_up", nothing))
         assert pending[0].result(60).committed == ("e",)
     else:
-        with pytest.raises(SyncFailed, match="reload_weights may have changed the weights"):
+        with pytest.raises(SyncFailed, match="reload_weights has changed the weights"):
             pending[0].result(60)
         eventually(lambda: look(loop, engine)["state"] == "unknown")
         change(trainer, "model.up.weight")
