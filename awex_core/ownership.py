@@ -23,7 +23,8 @@ from awex_core.layout.layout import Buffer, CanonicalTensor, Layout, Shard, buil
 from awex_core.layout.live import Memory
 from awex_core.meta.messages import WeightsState
 
-_ORDER: tuple[WeightsState, ...] = ("lost", "foreign", "released", "held")
+ORDER: tuple[WeightsState, ...] = ("lost", "foreign", "released", "held")
+"""The worst first."""
 
 _READERS_S = 5.0
 """How long a call of the engine's own waits for threads that read the weights."""
@@ -53,22 +54,34 @@ class Ownership:
             self._before = self.state, self.reason
             self._mark = fingerprint(self._model.live())
             self._set("foreign", f"{call} is under way")
-        if not self._reading.acquire(timeout=_READERS_S):
+        try:
+            self.quiet(call)
+        except TransferError:
             self._set(*self._before)
+            raise
+
+    def quiet(self, call: str) -> None:
+        """Wait until no thread of ours reads the weights.
+
+        Raises:
+            TransferError: one goes on.
+        """
+        if not self._reading.acquire(timeout=_READERS_S):
             raise TransferError(f"{call} cannot be made yet: these weights are still being read for another engine")
         self._reading.release()
 
-    def end(self, call: str, *, released: bool = False, lost: str = "") -> None:
+    def end(self, call: str, *, released: bool = False, lost: str = "", sure: bool = False) -> None:
         """That call is over.
 
         Args:
             call: its name, for people.
             released: the weights are not in memory now.
-            lost: why what is there cannot be a model's, if it is seen not to be what was there before.
+            lost: why what is there cannot be a model's, if it is seen not to be what was there before;
+            sure: or is that whatever can be seen.
         """
         if released:
             self._set("released", call)
-        elif self._mark is None:
+        elif self._mark is None and not sure:
             self.distrust(f"{call} may have changed the weights, of which some are out of sight")
         elif self._mark == fingerprint(self._model.live()):
             self._set(*self._before)
@@ -104,7 +117,7 @@ class Ownership:
 
 def worst(found: Mapping[WeightsState, str]) -> tuple[WeightsState, str]:
     """What an engine's weights are, by those of its workers, each with its reason."""
-    state: WeightsState = next((state for state in _ORDER if state in found), "held")
+    state: WeightsState = next((state for state in ORDER if state in found), "held")
     return state, found.get(state, "")
 
 

@@ -249,13 +249,21 @@ class WeightReader:
         Raises:
             TransferError: another engine still reads them, so that the call must not be made yet.
         """
-        if self._lender is not None:
-            self._lender.stop()
+        self._stop_lending()
         self.ownership.begin(call)
 
-    def end_foreign(self, call: str, *, released: bool = False, lost: str = "") -> WeightsState:
+    def quiet(self) -> None:
+        """Have nobody read the weights any more; errors as ``begin_foreign``, which makes sure of it once more."""
+        self._stop_lending()
+        self.ownership.quiet("a call of the engine's own")
+
+    def _stop_lending(self) -> None:
+        if self._lender is not None:
+            self._lender.stop()
+
+    def end_foreign(self, call: str, *, released: bool = False, lost: str = "", sure: bool = False) -> WeightsState:
         """That call is over, see ``Ownership.end``; returns what the weights are now."""
-        self.ownership.end(call, released=released, lost=lost)
+        self.ownership.end(call, released=released, lost=lost, sure=sure)
         attempt = self._attempt
         if self.ownership.stale and attempt is not None and not attempt.failure:
             self._fail(attempt, TransferError(f"it was not received: {self.ownership.reason}"))

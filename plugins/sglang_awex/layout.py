@@ -10,7 +10,7 @@ in the same memory. Whatever is neither is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -45,8 +45,9 @@ class _Staged:
 class SglangWorkerModel:
     """``awex_core.engine.WorkerModel`` of one scheduler rank."""
 
-    def __init__(self, runner: Any) -> None:
-        """``runner`` is SGLang's model runner of the target model."""
+    def __init__(self, runner: Any, why_unsupported: Callable[[], list[str]] = list) -> None:
+        """``runner`` is that of the target model; ``why_unsupported`` says what else there is that would not follow."""
+        self._why_unsupported = why_unsupported
         self.device = torch.device(f"cuda:{runner.gpu_id}" if runner.device == "cuda" else runner.device)
         self._model: torch.nn.Module = runner.model
         self._runner = runner
@@ -56,7 +57,7 @@ class SglangWorkerModel:
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
-        faults = compat.why_unsupported(self._model)
+        faults = [*self._why_unsupported(), *compat.why_unsupported(self._model)]
         if faults:
             raise PlanError("this engine cannot receive weights in place", faults)
         model = compat.in_checkpoint_format(self._model)
@@ -123,8 +124,14 @@ class SglangWorkerModel:
 
     def lend(self) -> Memory:
         """See ``WorkerModel.lend``."""
-        tensors = _tensors(self._model)
-        return Memory(tuple(flat_bytes(tensors[name]) for name in self._traced))
+        tensors, aside = _tensors(self._model), set(_staged_names(self._staged))
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return Memory(tuple(nothing if name in aside else flat_bytes(tensors[name]) for name in self._traced))
+
+    def live(self) -> Memory:
+        """See ``WorkerModel.live``."""
+        tensors = compat.all_tensors(self._model)
+        return Memory(tuple({t.untyped_storage()._cdata: flat_bytes(t) for t in tensors if t.numel()}.values()))
 
     def finish(self) -> None:
         """See ``WorkerModel.finish``: what SGLang does after weights were written from outside."""

@@ -4,7 +4,7 @@ __init__   what vLLM calls in every process: register the backend, add the flags
 options    the flags, and the settings they become
 calls      vLLM's own calls, and what each does to the engine
 refusals   what of vLLM does not go with following a trainer
-core       the engine's core, which all calls pass: who pauses, who has changed weights
+guard      the engine's core, which all calls pass: who pauses, who has changed weights
 engine     one worker: vLLM's ``WeightTransferEngine`` named ``awex``
 layout     one worker's parameters, traced through vLLM's own loader
 commit     one engine: pause, receive, resume; status and refusal over HTTP

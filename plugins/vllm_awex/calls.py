@@ -22,7 +22,7 @@ ROUTES: dict[str, Call] = {
             /start_profile /stop_profile /v1/responses/{response_id} /v1/responses/{response_id}/cancel
             /v1/chat/completions/render /v1/chat/completions/derender /v1/completions/render /v1/completions/derender
             /v1/messages/render /v1/responses/render /v1/messages/count_tokens /fault_tolerance/status
-            /is_scaling_elastic_ep /abort_requests /awex/status""",
+            /cohere/v2/chat/render /is_scaling_elastic_ep /abort_requests /inference/v1/abort_requests /awex/status""",
         waits="/pause /resume /release_kv_cache_memory /reset_prefix_cache /reset_mm_cache /reset_encoder_cache",
         owned="/sleep /wake_up /collective_rpc /weight_checker",
     ),
@@ -94,6 +94,8 @@ LOSES: dict[str, str] = {
     "sleep": "sleep has dropped the weights, and no trainer or engine has brought others",
     "wake_up": "sleep has dropped the weights, and no trainer or engine has brought others",
     "discard": "discard has dropped the weights",
-    "reset_weights": "reset_weights has overwritten the weights with zeros",
 }
 """Calls to workers that leave no model's weights where they leave others than there were."""
+
+DESTROYS: dict[str, str] = {"reset_weights": "reset_weights has overwritten the weights with zeros"}
+"""Calls to workers that leave no model's weights."""

@@ -23,7 +23,7 @@ from vllm_awex.calls import ROUTES
 
 
 class VllmHost:
-    """``awex_core.engine.EngineHost`` of one vLLM engine; its other end is ``vllm_awex.core``."""
+    """``awex_core.engine.EngineHost`` of one vLLM engine; its other end is ``vllm_awex.guard``."""
 
     def __init__(self, engine: Any, kv: KvMode) -> None:
         self._engine, self._kv = engine, kv

@@ -451,10 +451,10 @@ def hook_loaded() -> None:
 
 
 def hook_core() -> None:
-    """Have ``vllm_awex.core`` take charge of each engine core that is made in this process."""
+    """Have ``vllm_awex.guard`` take charge of each engine core that is made in this process."""
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
-    from vllm_awex.core import install
+    from vllm_awex.guard import install
 
     def after(original: Any) -> Any:
         @functools.wraps(original)
@@ -483,7 +483,7 @@ def hook_core() -> None:
 
 
 def hook_workers() -> None:
-    """Give every worker the method by which ``vllm_awex.core`` reaches its weight-transfer engine."""
+    """Give every worker the method by which ``vllm_awex.guard`` reaches its weight-transfer engine."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     def awex_command(worker: Any, name: str, *arguments: Any) -> Any:

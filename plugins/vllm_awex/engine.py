@@ -82,7 +82,7 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
         )
 
     def command(self, worker: Any, name: str, arguments: tuple[Any, ...]) -> Any:
-        """Carry out a command of the engine's core; see ``vllm_awex.core``."""
+        """Carry out a command of the engine's core; see ``vllm_awex.guard``."""
         self._worker = worker
         commands: dict[str, Callable[..., Any]] = {
             "prepare": lambda: self._prepare(AwexInitInfo(), controlled=True),
@@ -115,9 +115,9 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
             return str(error)
         return "begun"
 
-    def _end(self, call: str, released: bool, lost: str) -> tuple[str, str]:
+    def _end(self, call: str, released: bool, lost: str, sure: bool) -> tuple[str, str]:
         if self._reader is not None:
-            self._reader.end_foreign(call, released=released, lost=lost)
+            self._reader.end_foreign(call, released=released, lost=lost, sure=sure)
         return self._state()
 
     def _state(self) -> tuple[str, str]:

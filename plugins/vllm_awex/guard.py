@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from awex_core.calls import Call
 from awex_core.errors import ConfigError, first_line
 from awex_core.meta.messages import WeightsState
 from awex_core.options import COMMAND_KEY
 from awex_core.ownership import worst
 from vllm_awex import compat
-from vllm_awex.calls import CORE, LOSES, OFFLINE, WORKER, Call
+from vllm_awex.calls import CORE, DESTROYS, LOSES, OFFLINE, WORKER
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +125,9 @@ class CoreGuard:
             raise
         finally:
             gone = self.weights == "released" if released is None else released
-            lost = "" if faults else failed or LOSES.get(name, "")
-            self._conclude(name, self._tell_workers("end", name, gone, lost), label)
+            lost = "" if faults else failed or DESTROYS.get(name, "") or LOSES.get(name, "")
+            sure = name in DESTROYS and not faults
+            self._conclude(name, self._tell_workers("end", name, gone, lost, sure), label)
 
     def _conclude(self, name: str, found: list[Any], label: str) -> None:
         before = self.weights
