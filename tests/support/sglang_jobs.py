@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.jobs import START_LIMIT_S, EngineServer, MetaServerProcess
+from tests.support.jobs import START_LIMIT_S, EngineServer, MetaServerProcess, flags
 from tests.support.lines import ROOT, Child, ChildError, end_session
 from tests.support.sglang_reference import generate_body, read_generation, take_dump
 from tests.support.warm import ForkServer
@@ -62,16 +62,6 @@ def sglang_env(workers: int) -> dict[str, str]:
     cores = os.cpu_count() or 1
     binding = "|".join(str(rank % cores) for rank in range(workers))
     return {**os.environ, **CPU_ENV, "SGLANG_CPU_OMP_THREADS_BIND": binding}
-
-
-def flags(options: Mapping[str, Any]) -> list[str]:
-    """Arguments of ``sglang.Engine`` as flags of the server."""
-    found = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if value is not False:
-            found += [flag] if value is True else [flag, str(value)]
-    return found
 
 
 class SglangServer(EngineServer):
