@@ -10,22 +10,14 @@ import hypothesis
 import pytest
 
 from tests import leftovers
+from tests.support.environment import ENVIRONMENT
 
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 NO_GPU = "no GPU"
 LEFTOVER_GRACE_S = 10.0
 
-# Set before anything imports an engine. Models are made here, never fetched.
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    TRANSFORMERS_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    DO_NOT_TRACK="1",
-    TOKENIZERS_PARALLELISM="false",
-    # Engines and Megatron compile small functions on their way; on a CPU that takes each process ten seconds.
-    TORCHDYNAMO_DISABLE="1",
-    AWEX_LAYOUT_CACHE="off",  # a test must not depend on those before it
-)
+# AWEX_LAYOUT_CACHE: a test must not depend on those before it.
+os.environ.update(ENVIRONMENT, AWEX_LAYOUT_CACHE="off")
 
 # Machines that run tests are shared and slow: time is limited per test, never per example.
 hypothesis.settings.register_profile("local", deadline=None, print_blob=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from tests.support.environment import ENVIRONMENT
 from tests.support.lines import ROOT, Child, ChildError, end_session
 from tests.support.ports import free_port
 from tests.support.trainer import RENDEZVOUS, TrainerSpec
@@ -30,8 +31,8 @@ LEASE_S = 10.0
 START_LIMIT_S = 300.0
 
 CPU_ENV = {
+    **ENVIRONMENT,
     "VLLM_SERVER_DEV_MODE": "1",  # collective_rpc over HTTP, for dumping parameters; the product does not need it
-    "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
 }

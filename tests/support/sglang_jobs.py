@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from tests.support.environment import ENVIRONMENT
 from tests.support.jobs import START_LIMIT_S, EngineServer, MetaServerProcess, flags
 from tests.support.lines import ROOT, Child, ChildError, end_session
 from tests.support.sglang_reference import generate_body, read_generation, take_dump
@@ -19,12 +20,11 @@ BIN = ROOT / ".venv-sglang" / "bin"
 ON_CPU = ROOT / "tests" / "support" / "sglang_cpu"
 
 CPU_ENV = {
+    **ENVIRONMENT,
     "PYTHONPATH": os.pathsep.join([str(ON_CPU), str(ROOT), str(ROOT / "plugins")]),
     "SGLANG_USE_CPU_ENGINE": "1",
-    "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # compiling the little that SGLang compiles takes half a minute on a new machine
 }
 
 OPTIONS: dict[str, Any] = {
