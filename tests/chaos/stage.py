@@ -316,8 +316,7 @@ class Stage:
 
     def _engine_env(self) -> dict[str, str]:
         apart = {VARIABLE: self.link.name, "VLLM_HOST_IP": "127.0.0.1"} if self.link else {}
-        # Nothing is compiled: it would take longer than all else at each of many starts.
-        return {**self.env, **self.meta.env, **apart, "TORCHDYNAMO_DISABLE": "1"}
+        return {**self.env, **self.meta.env, **apart}
 
     def _reachable(self, server: EngineServer) -> EngineServer:
         """A server in the namespace listens on the loopback interface there, which a proxy reaches."""

@@ -190,12 +190,15 @@ def test_other_names_are_translated(kind: str) -> None:
     assert names_of(described) == {"wte"}
 
 
-def test_wrappers_leave_the_names_alone() -> None:
+def test_wrappers_leave_the_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # which tests/conftest.py sets
     module = Tiny()
     module.block = checkpoint_wrapper(module.block)  # type: ignore[assignment]
-    assert names_of(describe(torch.compile(module), Checkpoint({}))) == {"embed_tokens.weight", "block.up.weight"}
+    compiled = torch.compile(module)
+    assert all(name.startswith("_orig_mod.") for name, _ in compiled.named_parameters())
+    assert names_of(describe(compiled, Checkpoint({}))) == {"embed_tokens.weight", "block.up.weight"}
 
 
 def test_a_parameter_that_moves_is_noticed() -> None:

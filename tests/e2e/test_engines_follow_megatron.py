@@ -19,7 +19,7 @@ import torch
 from tests.e2e.conftest import EngineStage, Stages, cases_to_run
 from tests.support.clients import asking
 from tests.support.compare import compare_dumps
-from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer
+from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer, flags
 from tests.support.sglang_jobs import SglangReference, SglangServer
 from tests.support.tiny_families import FAMILIES, make_family
 from tests.support.tiny_models import KINDS
@@ -84,10 +84,7 @@ class Stage(EngineStage):
         with ExitStack() as stack:
             self.meta = stack.enter_context(closing(MetaServerProcess(folder)))
             self.reference = stack.enter_context(closing(_reference(case, self.model, folder / "reference")))
-            start = VllmServer if case.engine == "vllm" else SglangServer
-            self.server = stack.enter_context(
-                closing(start(self.model, self.meta, folder / "engine", tp=case.tp, dtype=case.dtype, wait=False))
-            )
+            self.server = stack.enter_context(closing(_server(case, self.model, self.meta, folder / "engine")))
             self.parts = stack.pop_all()
 
 
@@ -107,12 +104,24 @@ def stage(stages: Stages[Stage], case: Case) -> Stage:
     return stages.take(case)
 
 
+def _vllm_options(case: Case) -> dict[str, str]:
+    """Where a CPU has AMX, latent attention would pack its weights for that and drop them, which awex refuses."""
+    return {"attention_backend": "CPU_MLA"} if case.kind == "deepseek-mla" else {}
+
+
+def _server(case: Case, model: Path, meta: MetaServerProcess, folder: Path) -> VllmServer | SglangServer:
+    if case.engine == "sglang":
+        return SglangServer(model, meta, folder, tp=case.tp, dtype=case.dtype, wait=False)
+    extra = flags(_vllm_options(case))
+    return VllmServer(model, meta, folder, tp=case.tp, dtype=case.dtype, extra=extra, wait=False)
+
+
 def _reference(case: Case, model: Path, folder: Path) -> Reference | SglangReference:
     if case.engine == "sglang":
         return SglangReference(model, folder, tp=case.tp, dtype=case.dtype)
     # vLLM's own reload forgets the packed copy that a tied head computes from, and cannot repeat packing experts.
     anew = case.kind in FURTHER or (case.kind == "qwen3-tied" and packs_linears(case.dtype))
-    return Reference(model, folder, tp=case.tp, dtype=case.dtype, anew=anew)
+    return Reference(model, folder, tp=case.tp, dtype=case.dtype, anew=anew, options=_vllm_options(case))
 
 
 @pytest.mark.parametrize(("case", "layout"), STEPS, ids=str)

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from tests.support.lines import answer_stream, serve_commands
+from tests.support.vllm_options import OPTIONS
 
 
 def main() -> None:
@@ -16,15 +17,7 @@ def main() -> None:
     stream = answer_stream()
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        sys.argv[1],
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=1024,
-        seed=0,
-        weight_transfer_config={"backend": "awex"},
-        worker_extension_cls="tests.support.engine_dump.DumpExtension",
-    )
+    llm = LLM(sys.argv[1], dtype="bfloat16", weight_transfer_config={"backend": "awex"}, **OPTIONS)
 
     def init() -> str:
         llm.init_weight_transfer_engine({"init_info": {}})

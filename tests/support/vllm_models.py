@@ -15,20 +15,19 @@ import torch
 
 from tests.support.built import Built, Place
 from tests.support.cells import Cell
+from tests.support.environment import ENVIRONMENT
 from tests.support.lines import ROOT
 from tests.support.vllm_dump import model_tensors
 
 ENV = {
+    **ENVIRONMENT,
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "plugins")]),
     "VLLM_PLUGINS": "",  # ours would be loaded, and a fresh load must have none of it
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
     "ONEDNN_MAX_CPU_ISA": "AVX2",  # see ``start``
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
 }
 
 

@@ -246,6 +246,7 @@ def _become(args: list[str], env: dict[str, str]) -> int:
     os.environ.clear()
     os.environ.update(env)
     _draw_anew()
+    _keep_imports_frozen()
     _fork_where_it_spawns()
     status = 0
     try:
@@ -280,6 +281,13 @@ def _draw_anew() -> None:
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+
+
+def _keep_imports_frozen() -> None:
+    """vLLM freezes what there is when it is up, and thaws all when it ends; to collect imports takes seconds."""
+    import gc
+
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def _fork_where_it_spawns() -> None:

@@ -1,0 +1,14 @@
+"""What every process of tests, demo and campaign has in its environment. To set before anything imports an engine."""
+
+from __future__ import annotations
+
+ENVIRONMENT = {
+    # Models are made on the spot, never fetched; nobody is told that they were.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Engines and Megatron would compile small functions on their way, which takes each process on a CPU ten seconds.
+    "TORCHDYNAMO_DISABLE": "1",
+}
