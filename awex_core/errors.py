@@ -106,7 +106,7 @@ class SyncFailed(AwexError, RuntimeError):
         super().__init__(list_faults(summary, [f"{engine}: {reason}" for engine, reason in failed.items()]))
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an error of somebody else's says, without what follows it; its kind if it says nothing."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 

@@ -47,9 +47,8 @@ class Description:
 class WeightSync:
     """One rank's open connection from a training run to the engines. Made by a plugin's ``attach``."""
 
-    def __init__(self, writer: WeightWriter, settle: Callable[[], None]) -> None:
+    def __init__(self, writer: WeightWriter) -> None:
         self.writer = writer
-        self._settle = settle
 
     @overload
     def write_weights(self, version: int, *, blocking: Literal[True] = True, **options: Any) -> SyncResult: ...
@@ -65,7 +64,6 @@ class WeightSync:
         Raises:
             LayoutError: parameters have moved since ``attach``.
         """
-        self._settle()
         if blocking:
             return self.writer.write_weights(version, **options)
         return self.writer.write_weights(version, blocking=False, **options)
@@ -122,8 +120,17 @@ def connect(
     if exact:
         checkpoint.check(manifest)
     rank, world = rank_and_world()
-    writer = WeightWriter(mine.layout, mine.memory, rank=rank, world=world, run=run, manifest=manifest, config=config)
-    return WeightSync(writer, mine.settle)
+    writer = WeightWriter(
+        mine.layout,
+        mine.memory,
+        rank=rank,
+        world=world,
+        run=run,
+        manifest=manifest,
+        config=config,
+        settle=mine.settle,
+    )
+    return WeightSync(writer)
 
 
 def _block_format(quantize: str | None, checkpoint: Checkpoint) -> BlockFormat | None:

@@ -215,10 +215,26 @@ class MetaClient:
     # One sync
 
     def announce(
-        self, incarnation: str, number: int, *, timeout_s: float, verify: str, only: Sequence[str] = ()
+        self,
+        incarnation: str,
+        number: int,
+        *,
+        timeout_s: float,
+        verify: str,
+        only: Sequence[str] = (),
+        base: Version = INITIAL,
+        whole_because: str = "",
     ) -> None:
         """This writer rank has reached version ``number``; the outcome comes through ``wait_for``."""
-        message = Announce(incarnation=incarnation, number=number, timeout_s=timeout_s, verify=verify, only=list(only))
+        message = Announce(
+            incarnation=incarnation,
+            number=number,
+            timeout_s=timeout_s,
+            verify=verify,
+            only=list(only),
+            base=base,
+            whole_because=whole_because,
+        )
         # A version may be done before a lost reply is asked for again: the key tells a repeat from a second one.
         self._post(message, Ok, headers={"idempotency-key": uuid.uuid4().hex})
 

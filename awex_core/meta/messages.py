@@ -161,6 +161,8 @@ class SyncView(_Message, frozen=True):
     only: list[str] = []
     """Patterns of the tensors that may differ from those of version ``base``; none: all may."""
     base: Version = INITIAL
+    whole_because: str = ""
+    """Why it is sent whole although ``only`` names a part: no engine is to build on ``base``."""
     superseded: bool = False
     """Ended unread, in favour of newer weights."""
 
@@ -267,13 +269,19 @@ class Watch(_Message, frozen=True):
 
 
 class Announce(_Message, frozen=True):
-    """A writer rank has reached ``number``. The version opens when every rank has."""
+    """A writer rank has reached ``number``. The version opens when every rank has.
+
+    With ``only``, ``base`` is the version of this rank's last call, if that was committed; else ``whole_because``
+    says why there is none.
+    """
 
     incarnation: str
     number: int
     timeout_s: float
     verify: str
     only: list[str] = []
+    base: Version = INITIAL
+    whole_because: str = ""
 
 
 class PublishDigest(_Message, frozen=True):

@@ -57,6 +57,8 @@ class Sync:
     digests: dict[str, dict[int, bytes]] = field(default_factory=dict)
     reason: str = ""
     superseded: bool = False
+    whole_because: str = ""
+    """Why no engine is sent ``only`` some tensors: a writer rank does not build on ``base``."""
 
     def view(self, now: float) -> SyncView:
         return SyncView(
@@ -68,6 +70,7 @@ class Sync:
             verify=self.verify,
             only=list(self.only),
             base=self.base or INITIAL,
+            whole_because=self.whole_because,
             remaining_s=0.0 if self.state == "done" else max(0.0, self.deadline - now),
             reason=self.reason,
             superseded=self.superseded,
@@ -89,6 +92,18 @@ class Sync:
         return self.state == "done" and rank in self.arrived
 
     # From gathering to done
+
+    def compare_base(self, rank: int, base: Version, why: str) -> None:
+        """A partial update is sent whole if any rank builds on another version than the one before it, or on none.
+
+        What a rank's caller changed for a call that this server has not seen, or that has not ended as others believe,
+        is not among the tensors named now.
+        """
+        if not self.only or self.whole_because or (base == self.base and not why):
+            return
+        known = f"the last one announced is {self.base}" if self.base else "none was announced before"
+        reason = f"writer rank {rank}: {why or f'its last version is {base}, and {known}'}"
+        self.whole_because = reason[:MAX_REASON]
 
     def arrive(self, rank: int, verify: str, only: Sequence[str], now: float) -> None:
         """A writer rank is here; the version opens with the last one."""
@@ -115,7 +130,8 @@ class Sync:
                 reason = f"it refuses the trainer's model: {engine.reason}"
                 self.parts[name] = EngineSync(outcome="failed", generation=engine.generation, reason=reason)
             elif engine.live:
-                partial = bool(self.only) and engine.state == "ready" and engine.version == self.base
+                wanted = bool(self.only) and not self.whole_because
+                partial = wanted and engine.state == "ready" and engine.version == self.base
                 self.parts[name] = EngineSync(outcome="pending", generation=engine.generation, partial=partial)
         self._settle()
 
@@ -306,6 +322,7 @@ class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     digests: dict[str, dict[int, bytes]]
     reason: str
     superseded: bool
+    whole_because: str = ""
 
 
 def save_sync(sync: Sync) -> SavedSync:

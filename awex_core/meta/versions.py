@@ -76,6 +76,8 @@ class Versions:
             self._check_newer(message.number)
             sync = self._gather(message, rank, run, now)
         if sync is not None:
+            if sync.state == "gathering":
+                sync.compare_base(rank, message.base, message.whole_because)
             sync.arrive(rank, message.verify, message.only, now)
 
     def _missed(self, number: int, rank: int) -> bool:
