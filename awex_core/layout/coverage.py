@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from awex_core.layout.dtypes import ITEMSIZE, dtype_code
-from awex_core.layout.layout import IntArray, Layout, memory_bounds
+from awex_core.layout.layout import Constant, IntArray, Layout, memory_bounds
+
+ByteRuns = tuple[IntArray, IntArray]
+"""Begins and ends of contiguous byte runs, unsorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,12 @@ def runs(layout: Layout, rows: npt.NDArray[np.intp]) -> tuple[IntArray, IntArray
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), owner
 
 
-def _shard_runs(layout: Layout, row: int) -> tuple[IntArray, IntArray]:
+def _shard_runs(layout: Layout, row: int) -> ByteRuns:
     return strided_runs(int(layout.offset[row]), layout.extent[row], layout.stride[row], int(layout.itemsize[row]))
 
 
-def strided_runs(offset: int, extent: IntArray, stride: IntArray, itemsize: int) -> tuple[IntArray, IntArray]:
-    """Begins and ends of the contiguous byte runs of one strided box, unsorted."""
+def strided_runs(offset: int, extent: IntArray, stride: IntArray, itemsize: int) -> ByteRuns:
+    """The contiguous byte runs of one strided box."""
     order = np.argsort(np.abs(stride), kind="stable")
     length = itemsize
     outer: list[int] = []
@@ -100,33 +103,49 @@ def strided_runs(offset: int, extent: IntArray, stride: IntArray, itemsize: int)
     return begin, begin + length
 
 
-def memory_gaps(layout: Layout) -> list[Gap]:
-    """Bytes of the layout's buffers that neither a shard nor a constant covers, in order."""
-    begins: dict[int, list[IntArray]] = {}
-    ends: dict[int, list[IntArray]] = {}
+def join_runs(parts: Iterable[ByteRuns]) -> ByteRuns:
+    """All runs of several; they may overlap."""
+    begins, ends = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    for begin, end in parts:
+        begins.append(begin)
+        ends.append(end)
+    return np.concatenate(begins), np.concatenate(ends)
+
+
+def subtract_runs(runs: ByteRuns, others: ByteRuns) -> ByteRuns:
+    """The bytes of ``runs`` that are in none of ``others``, as few sorted runs; either may overlap itself."""
+    edges = np.unique(np.concatenate([*runs, *others]))
+    inside = (_depth(edges, runs) > 0) & (_depth(edges, others) == 0)
+    change = np.diff(inside.astype(np.int8), prepend=0)
+    return edges[change == 1], edges[change == -1]
+
+
+def _depth(edges: IntArray, runs: ByteRuns) -> IntArray:
+    """How many runs each interval between two edges lies in; the last interval, in none, included."""
+    steps = np.zeros(len(edges), dtype=np.int64)
+    np.add.at(steps, np.searchsorted(edges, runs[0]), 1)
+    np.add.at(steps, np.searchsorted(edges, runs[1]), -1)
+    return np.cumsum(steps)
+
+
+def memory_gaps(layout: Layout, extra: Mapping[int, Sequence[ByteRuns]] | None = None) -> list[Gap]:
+    """Bytes of the layout's buffers that neither a shard nor a constant covers, nor ``extra`` of a buffer; in order."""
+    covered: dict[int, list[ByteRuns]] = {index: list(runs) for index, runs in (extra or {}).items()}
     for row in range(len(layout)):
-        _append(begins, ends, int(layout.buffer[row]), _shard_runs(layout, row))
+        covered.setdefault(int(layout.buffer[row]), []).append(_shard_runs(layout, row))
     for constant in layout.constants:
-        piece = strided_runs(
-            constant.offset,
-            np.asarray(constant.extent, dtype=np.int64),
-            np.asarray(constant.stride, dtype=np.int64),
-            ITEMSIZE[dtype_code(constant.dtype)],
-        )
-        _append(begins, ends, constant.buffer, piece)
+        covered.setdefault(constant.buffer, []).append(constant_runs(constant))
     gaps = []
     for index, buffer in enumerate(layout.buffers):
-        begin = np.concatenate(begins.get(index, [np.empty(0, dtype=np.int64)]))
-        end = np.concatenate(ends.get(index, [np.empty(0, dtype=np.int64)]))
+        begin, end = join_runs(covered.get(index, ()))
         gaps += [Gap(index, start, stop) for start, stop in _holes(begin, end, buffer.nbytes)]
     return gaps
 
 
-def _append(
-    begins: dict[int, list[IntArray]], ends: dict[int, list[IntArray]], buffer: int, piece: tuple[IntArray, IntArray]
-) -> None:
-    begins.setdefault(buffer, []).append(piece[0])
-    ends.setdefault(buffer, []).append(piece[1])
+def constant_runs(constant: Constant) -> ByteRuns:
+    """The contiguous byte runs of a constant."""
+    extent, stride = np.asarray(constant.extent, dtype=np.int64), np.asarray(constant.stride, dtype=np.int64)
+    return strided_runs(constant.offset, extent, stride, ITEMSIZE[dtype_code(constant.dtype)])
 
 
 def _holes(begin: IntArray, end: IntArray, nbytes: int) -> Iterator[tuple[int, int]]:
