@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from awex_core.layout.dtypes import ITEMSIZE, dtype_code
-from awex_core.layout.layout import Constant, IntArray, Layout, memory_bounds
+from awex_core.layout.layout import Constant, IntArray, Layout, Shard, memory_bounds
 
 ByteRuns = tuple[IntArray, IntArray]
 """Begins and ends of contiguous byte runs, unsorted."""
@@ -34,7 +34,7 @@ def memory_overlaps(layout: Layout) -> list[tuple[int, int]]:
     low, high = memory_bounds(layout.offset, layout.extent, layout.stride, layout.itemsize)
     pairs: set[tuple[int, int]] = set()
     for rows in _clusters(layout.buffer, low, high, _folds_back(layout)):
-        begin, end, owner = runs(layout, rows)
+        begin, end, owner = _runs_of_rows(layout, rows)
         order = np.argsort(begin, kind="stable")
         begin, end, owner = begin[order], end[order], owner[order]
         furthest = np.maximum.accumulate(end)
@@ -72,7 +72,7 @@ def _clusters(
         yield order[starts[k] : starts[k + 1]]
 
 
-def runs(layout: Layout, rows: npt.NDArray[np.intp]) -> tuple[IntArray, IntArray, IntArray]:
+def _runs_of_rows(layout: Layout, rows: npt.NDArray[np.intp]) -> tuple[IntArray, IntArray, IntArray]:
     """The contiguous byte runs of some shards: begins, ends and the shard row each belongs to."""
     parts = [_shard_runs(layout, int(row)) for row in rows]
     owner = np.repeat(np.asarray(rows, dtype=np.int64), [len(part[0]) for part in parts])
@@ -101,6 +101,31 @@ def strided_runs(offset: int, extent: IntArray, stride: IntArray, itemsize: int)
     for dim in outer:
         begin = (begin[:, None] + np.arange(int(extent[dim]), dtype=np.int64) * int(stride[dim])).ravel()
     return begin, begin + length
+
+
+def runs_meet(runs: ByteRuns) -> bool:
+    """Whether two of some runs share a byte."""
+    order = np.argsort(runs[0], kind="stable")
+    begin, end = runs[0][order], runs[1][order]
+    return len(order) > 1 and bool((begin[1:] < np.maximum.accumulate(end)[:-1]).any())
+
+
+def constant_conflicts(layout: Layout) -> Iterator[tuple[Constant, Shard | Constant]]:
+    """Constants that share bytes with a shard, or with a constant of another value; each with the first such."""
+    for buffer in sorted({constant.buffer for constant in layout.constants}):
+        constants = [constant for constant in layout.constants if constant.buffer == buffer]
+        shards = [layout.shard(int(row)) for row in np.flatnonzero(layout.buffer == buffer)]
+        both: list[Constant | Shard] = [*constants, *shards]
+        pieces = [(piece, piece_runs(piece)) for piece in both]
+        if not runs_meet(join_runs(runs for _, runs in pieces)):
+            continue
+        for index, constant in enumerate(constants):
+            mine = pieces[index][1]
+            for other, theirs in pieces[index + 1 :]:
+                alike = isinstance(other, Constant) and (other.value, other.dtype) == (constant.value, constant.dtype)
+                if not alike and len(subtract_runs(mine, subtract_runs(mine, theirs))[0]):
+                    yield constant, other
+                    break
 
 
 def join_runs(parts: Iterable[ByteRuns]) -> ByteRuns:
@@ -134,7 +159,7 @@ def memory_gaps(layout: Layout, extra: Mapping[int, Sequence[ByteRuns]] | None =
     for row in range(len(layout)):
         covered.setdefault(int(layout.buffer[row]), []).append(_shard_runs(layout, row))
     for constant in layout.constants:
-        covered.setdefault(constant.buffer, []).append(constant_runs(constant))
+        covered.setdefault(constant.buffer, []).append(piece_runs(constant))
     gaps = []
     for index, buffer in enumerate(layout.buffers):
         begin, end = join_runs(covered.get(index, ()))
@@ -142,10 +167,10 @@ def memory_gaps(layout: Layout, extra: Mapping[int, Sequence[ByteRuns]] | None =
     return gaps
 
 
-def constant_runs(constant: Constant) -> ByteRuns:
-    """The contiguous byte runs of a constant."""
-    extent, stride = np.asarray(constant.extent, dtype=np.int64), np.asarray(constant.stride, dtype=np.int64)
-    return strided_runs(constant.offset, extent, stride, ITEMSIZE[dtype_code(constant.dtype)])
+def piece_runs(piece: Shard | Constant) -> ByteRuns:
+    """The contiguous byte runs of one piece."""
+    extent, stride = np.asarray(piece.extent, dtype=np.int64), np.asarray(piece.stride, dtype=np.int64)
+    return strided_runs(piece.offset, extent, stride, ITEMSIZE[dtype_code(piece.dtype)])
 
 
 def _holes(begin: IntArray, end: IntArray, nbytes: int) -> Iterator[tuple[int, int]]:

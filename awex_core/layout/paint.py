@@ -10,9 +10,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from awex_core.layout.coverage import ByteRuns, join_runs, strided_runs, subtract_runs
+from awex_core.layout.coverage import ByteRuns, join_runs, piece_runs, runs_meet, subtract_runs
 from awex_core.layout.dtypes import ITEMSIZE, dtype_code
 from awex_core.layout.layout import Constant, Shard
 
@@ -31,10 +29,9 @@ class Write:
     @functools.cached_property
     def runs(self) -> ByteRuns:
         """The bytes it falls on."""
-        box = self.shard or self.constant
-        assert box is not None
-        extent, stride = np.asarray(box.extent, dtype=np.int64), np.asarray(box.stride, dtype=np.int64)
-        return strided_runs(box.offset, extent, stride, ITEMSIZE[dtype_code(box.dtype)])
+        piece = self.shard or self.constant
+        assert piece is not None
+        return piece_runs(piece)
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ def settle(writes: Sequence[Write]) -> Settled:
     """
     shards = list(dict.fromkeys(write.shard for write in writes if write.shard))
     constants = list(dict.fromkeys(write.constant for write in writes if write.constant))
-    if not constants or not _overlap([write.runs for write in writes]):
+    if not constants or not runs_meet(join_runs(write.runs for write in writes)):
         return Settled(shards, constants)
     left: list[Constant] = []
     for index, write in enumerate(writes):
@@ -64,21 +61,13 @@ def settle(writes: Sequence[Write]) -> Settled:
             continue
         before = join_runs(earlier.runs for earlier in writes[:index] if earlier.shard)
         after = join_runs(later.runs for later in writes[index + 1 :])
-        if _overlap([write.runs, before]):
-            copied = next(w.shard for w in writes[:index] if w.shard and _overlap([w.runs, write.runs]))
-            name = copied.tensor.name if copied else ""
-            return Settled([], [], f"{name}: written over with one value after it was copied")
+        if runs_meet(join_runs([write.runs, before])):
+            return Settled([], [], "written over with one value after something was copied there")
         pieces = list(_pieces(write.constant, subtract_runs(write.runs, after)))
         if len(pieces) > _MAX_PIECES or None in pieces:
             return Settled([], [], f"filled with a constant that falls into {len(pieces)} pieces")
         left += [piece for piece in pieces if piece is not None]
     return Settled(shards, left)
-
-
-def _overlap(runs: Sequence[ByteRuns]) -> bool:
-    begin, end = join_runs(runs)
-    order = np.argsort(begin, kind="stable")
-    return bool((begin[order][1:] < np.maximum.accumulate(end[order])[:-1]).any()) if len(order) > 1 else False
 
 
 def _pieces(constant: Constant, runs: ByteRuns) -> Iterator[Constant | None]:
