@@ -865,4 +865,4 @@ def write_constants(traced: TracedModel, memory: Memory) -> None:
         dtype = getattr(torch, constant.dtype)
         view = memory.view(constant.buffer, constant.offset, constant.extent, constant.stride, dtype)
         value = torch.frombuffer(bytearray(constant.value), dtype=dtype)
-        view.copy_(value.to(view.device).expand(view.shape))
+        view.copy_(value.to(view.device).reshape(()))

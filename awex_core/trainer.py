@@ -24,6 +24,7 @@ from awex_core.errors import AwexError, ConfigError, LayoutError, SyncTimeout, l
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout, decode_manifest, encode_layout, encode_manifest
+from awex_core.plan import check_distinct
 from awex_core.quantize import BlockFormat, BlockQuantizer
 from awex_core.snapshot import PendingSync
 from awex_core.writer import SyncResult, WeightWriter
@@ -108,6 +109,7 @@ def connect(
         checkpoint = Checkpoint.read(hf_config)
         form = _block_format(quantize, checkpoint)
         mine = describe(checkpoint)
+        check_distinct(mine.layout)
     except AwexError as error:
         with contextlib.suppress(LayoutError):
             share(fault=str(error))  # the other ranks must not wait for this one

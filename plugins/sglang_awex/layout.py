@@ -20,7 +20,8 @@ import torch
 from awex_core.engine import LoaderPathModule, TracedModel
 from awex_core.errors import PlanError
 from awex_core.layout.layout import CanonicalTensor
-from awex_core.layout.live import Memory, flat_bytes
+from awex_core.layout.live import Memory, flat_bytes, place_of
+from awex_core.layout.share import join_buffers
 from awex_core.layout.trace import Loader, Trace
 from awex_core.layout.trace_cache import trace_model
 from sglang_awex import compat
@@ -75,11 +76,13 @@ class SglangWorkerModel:
         ]
         self._check(trace, model, staged)
         self._staged = staged
-        self._traced = [buffer.name for buffer in trace.layout.buffers]
         live, aside = _tensors(self._model), set(_staged_names(staged))
+        names = [buffer.name for buffer in trace.layout.buffers]
+        layout, left = join_buffers(trace.layout, [None if n in aside else place_of(live[n]) for n in names])
+        self._traced = [names[index] for index in left]
         self._storages = {name: live[name].untyped_storage() for name in self._traced if name not in aside}
         return TracedModel(
-            trace.layout,
+            layout,
             tuple(owner.describe() for owner in staged),
             compat.derived_tensors(self._model),
             frozenset(index for index, name in enumerate(self._traced) if name in aside),
