@@ -116,6 +116,8 @@ class EngineView(_Message, frozen=True):
     instance: str = ""
     """That of the controller that was elected last."""
     said: EngineState = "ready"
+    gone_s: float = 0.0
+    """How long some member of it has been gone; 0 while all are there."""
     parked: str = ""
     """Why no version can be received at present (its weights are not in memory); it waits until they are."""
 

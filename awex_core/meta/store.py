@@ -105,7 +105,7 @@ class JobStore:
             revision=self.revision,
             epoch=self._versions.epoch,
             writers=self._runs.present(),
-            engines={name: engine.view() for name, engine in sorted(self._engines.by_name.items())},
+            engines={name: engine.view(now) for name, engine in sorted(self._engines.by_name.items())},
             sync=sync.view(now) if sync else None,
             copies=self._copies.views(now),
             last=msgspec.structs.replace(last.view(now), digests={}) if last else None,
