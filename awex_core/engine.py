@@ -7,6 +7,7 @@ are called by ``WeightReader``, in this order::
     begin() -> Memory              once per version, after ``trace``, before the first live byte changes
     finish() | abort()             once per version: after all bytes are verified, or after a failure
     lend() -> Memory               at any time between versions, after ``trace``
+    live() -> Memory | None        before and after a call of the engine's own that may change weights
 
 ``EngineHost`` is one engine, as its controller sees it: pausing, telling all
 workers, resuming. Its methods are called by ``EngineController``; see there.
@@ -22,6 +23,7 @@ import torch
 
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
+from awex_core.meta.messages import WeightsState
 from awex_core.version import Version
 
 
@@ -79,8 +81,11 @@ class WorkerModel(Protocol):
     def lend(self) -> Memory:
         """The same memory outside an update, for others to read; nothing in it changes by that.
 
-        Called only when the traced model stages nothing.
+        Staged buffers, which exist only during one, are empty.
         """
+
+    def live(self) -> Memory | None:
+        """All that the engine computes with, each storage once; None if some of it is out of sight."""
 
     def finish(self) -> None:
         """All bytes are in place: finish loader-path modules and refresh what is derived from weights."""
@@ -105,7 +110,14 @@ class EngineHost(Protocol):
         """Have every worker plan and connect for ``version``. Requests keep running; workers report failures."""
 
     async def pause(self) -> None:
-        """Stop computing tokens; keep, or end, the requests in flight, as configured."""
+        """Stop computing tokens; keep, or end, the requests in flight, as configured.
+
+        From here until ``resume`` calls of the engine's own that touch weights or the scheduler wait. What was paused
+        before is remembered.
+
+        Raises:
+            Interrupted: the weights are not in memory, or such a call has come since ``connect``. Nothing is paused.
+        """
 
     async def prefetch(self, version: Version) -> None:
         """After ``connect``, in shadow mode: have every worker begin to receive into its second buffer.
@@ -125,8 +137,14 @@ class EngineHost(Protocol):
     async def repair(self) -> None:
         """While torn: have every worker load the checkpoint that is configured for that."""
 
-    async def resume(self, version: Version) -> None:
-        """Make ``version`` visible, make sure that nothing cached under another is used, and go on."""
+    async def show(self, version: str) -> None:
+        """While paused: have clients who ask be told that the engine serves ``version``."""
+
+    async def resume(self) -> None:
+        """Make sure that nothing cached under another version is used, and go on as before ``pause``."""
+
+    async def weights(self) -> tuple[WeightsState, str]:
+        """What the workers' memory is by the engine's own account, and which call has made it that."""
 
     async def fail_requests(self) -> None:
-        """The weights are torn: end every request in flight with an error, and stay paused."""
+        """The weights are torn: pause unless paused, end every request in flight with an error, and show no version."""

@@ -6,6 +6,7 @@
     │   └── TraceError       a loader did something that cannot be traced
     ├── PlanError            the two sides do not fit together; lists the pieces that do not
     ├── TransferError        bytes could not be moved; names the peer
+    ├── Interrupted          a call of the engine's own came between; nothing of the version was received
     ├── VerifyError          the bytes that arrived are not the bytes that were sent
     ├── MetaServerError      the meta server refused a request, or could not be reached
     │   ├── Refused          the request cannot be granted; its code says of which kind
@@ -58,6 +59,10 @@ class TransferError(AwexError, RuntimeError):
     """Bytes could not be moved to or from a peer; the message names the peer."""
 
 
+class Interrupted(AwexError, RuntimeError):
+    """A call of the engine's own came between, or has put the weights away; nothing of the version was received."""
+
+
 class VerifyError(AwexError, RuntimeError):
     """The digest of what arrived differs from the digest of what was sent."""
 
@@ -101,7 +106,7 @@ class SyncFailed(AwexError, RuntimeError):
         super().__init__(list_faults(summary, [f"{engine}: {reason}" for engine, reason in failed.items()]))
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an error of somebody else's says, without what follows it; its kind if it says nothing."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 

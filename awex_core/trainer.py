@@ -24,6 +24,7 @@ from awex_core.errors import AwexError, ConfigError, LayoutError, SyncTimeout, l
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout, decode_manifest, encode_layout, encode_manifest
+from awex_core.plan import check_distinct
 from awex_core.quantize import BlockFormat, BlockQuantizer
 from awex_core.snapshot import PendingSync
 from awex_core.writer import SyncResult, WeightWriter
@@ -47,9 +48,8 @@ class Description:
 class WeightSync:
     """One rank's open connection from a training run to the engines. Made by a plugin's ``attach``."""
 
-    def __init__(self, writer: WeightWriter, settle: Callable[[], None]) -> None:
+    def __init__(self, writer: WeightWriter) -> None:
         self.writer = writer
-        self._settle = settle
 
     @overload
     def write_weights(self, version: int, *, blocking: Literal[True] = True, **options: Any) -> SyncResult: ...
@@ -65,7 +65,6 @@ class WeightSync:
         Raises:
             LayoutError: parameters have moved since ``attach``.
         """
-        self._settle()
         if blocking:
             return self.writer.write_weights(version, **options)
         return self.writer.write_weights(version, blocking=False, **options)
@@ -110,6 +109,7 @@ def connect(
         checkpoint = Checkpoint.read(hf_config)
         form = _block_format(quantize, checkpoint)
         mine = describe(checkpoint)
+        check_distinct(mine.layout)
     except AwexError as error:
         with contextlib.suppress(LayoutError):
             share(fault=str(error))  # the other ranks must not wait for this one
@@ -122,8 +122,17 @@ def connect(
     if exact:
         checkpoint.check(manifest)
     rank, world = rank_and_world()
-    writer = WeightWriter(mine.layout, mine.memory, rank=rank, world=world, run=run, manifest=manifest, config=config)
-    return WeightSync(writer, mine.settle)
+    writer = WeightWriter(
+        mine.layout,
+        mine.memory,
+        rank=rank,
+        world=world,
+        run=run,
+        manifest=manifest,
+        config=config,
+        settle=mine.settle,
+    )
+    return WeightSync(writer)
 
 
 def _block_format(quantize: str | None, checkpoint: Checkpoint) -> BlockFormat | None:

@@ -15,7 +15,7 @@ from awex_core import stacks
 from awex_core.commit.digest import Lanes, digest_plan, pack_lanes, partial_digest
 from awex_core.commit.modes import VerifyMode, mode_of_version
 from awex_core.config import SyncConfig
-from awex_core.errors import AwexError, MetaServerError, Refused, SyncFailed, SyncTimeout
+from awex_core.errors import AwexError, MetaServerError, Refused, SyncFailed, SyncTimeout, first_line
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, check_memory
 from awex_core.layout.wire import encode_layout, encode_manifest
@@ -28,7 +28,7 @@ from awex_core.snapshot import PendingSync, Snapshot
 from awex_core.transfer import shm_staged
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.export import encode_endpoint, export_memory
-from awex_core.version import Version
+from awex_core.version import INITIAL, Version
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,16 @@ class SyncResult:
     seconds: float = 0.0
     superseded: bool = False
     """Newer weights were published before any engine had begun to receive these."""
+    whole_because: str = ""
+    """Why all engines were sent everything although the call named a part; else empty."""
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What a partial update may build on: ``version``, or nothing, and ``why``."""
+
+    version: Version = INITIAL
+    why: str = ""
 
 
 class _Serving:
@@ -101,6 +111,7 @@ class WeightWriter:
         run: str,
         manifest: Sequence[CanonicalTensor],
         config: SyncConfig,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         """Join the job.
 
@@ -112,6 +123,7 @@ class WeightWriter:
             run: a name all ranks of this run share and no other run uses.
             manifest: the canonical tensors of the whole model, the same on every rank.
             config: the settings.
+            settle: brings the weights to their final values, before each version; may raise, and may be collective.
 
         Raises:
             LayoutError: ``memory`` is not what ``layout`` describes.
@@ -122,6 +134,7 @@ class WeightWriter:
         self.memory = memory  # what is published: the live weights, or from the first snapshot on, that
         self._live = memory
         self._snapshot: Snapshot | None = None
+        self._finalise = settle
         self.rank, self.world, self.run = rank, world, run
         stacks.enable()
         shm_staged.remove_orphans()
@@ -138,6 +151,7 @@ class WeightWriter:
         self._digest_programs: dict[str, CopyProgram] = {}
         self._digest_lock = Lock()
         self._pending: PendingSync | None = None
+        self._base = _Base(why="it is the first version that this trainer publishes")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="awex-publish")
 
     def _join(self) -> JoinReply:
@@ -221,7 +235,8 @@ class WeightWriter:
             timeout_s: overrides the configured limit for this version.
             only: a partial update: names or patterns (``model.layers.3.*``) of the tensors that may have changed
                 since the last call; the same on every rank. Engines that serve the version of that call get only
-                these, others everything; the digest covers the whole model either way.
+                these, others everything; the digest covers the whole model either way. Where a rank's last call has
+                raised, or no engine has committed its version, all get everything, and ``whole_because`` says so.
             blocking: hold until every engine is done with the version. Otherwise the weights are copied, and
                 engines pull from the copy while training goes on; the same on every rank. Takes as much memory
                 again, from the first such call on. There is one copy: if engines still need it, the configuration
@@ -238,20 +253,10 @@ class WeightWriter:
         """
         begun = time.monotonic()
         limit = timeout_s if timeout_s is not None else self.config.sync_timeout_s
-        self._leases.check(self._process.incarnation)
-        patterns = check_patterns(only, self._manifest)
-        self._free_snapshot()
-        if not blocking and self._snapshot is None:
-            self._publish_from(Snapshot(self._live))
-        if self._snapshot is not None:
-            self._snapshot.take()
-        mode = mode_of_version(verify or self.config.verify, number, self.config.verify_full_every)
-        if self._export is not None:
-            self._export.hold(number)
         try:
-            self._announce(number, limit, mode, patterns)
-        except BaseException:
-            self._let_go()
+            self._begin(number, verify or self.config.verify, limit, only, blocking)
+        except BaseException as error:
+            self._break_off(number, error)
             raise
         if blocking:
             return self._publish(number, quorum, limit, begun)
@@ -260,16 +265,56 @@ class WeightWriter:
         self._pending = PendingSync(number, outcome, 2 * (limit + 2 * _GRACE_S))
         return self._pending
 
+    def _begin(self, number: int, verify: VerifyMode, limit: float, only: Collection[str], blocking: bool) -> None:
+        """All that comes before engines may read: the weights are final, copied if they are to be, and announced."""
+        self._leases.check(self._process.incarnation)
+        self._settle()  # first, since it may be collective: whatever fails below, the other ranks do not wait in it
+        patterns = check_patterns(only, self._manifest)
+        self._free_snapshot()
+        if not blocking and self._snapshot is None:
+            self._publish_from(Snapshot(self._live))
+        if self._snapshot is not None:
+            self._snapshot.take()
+        mode = mode_of_version(verify, number, self.config.verify_full_every)
+        base, self._base = self._base, _Base(why=f"the call for version {number} has not ended")
+        if self._export is not None:
+            self._export.hold(number)
+        try:
+            self._announce(number, limit, mode, patterns, base)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _settle(self) -> None:
+        if self._finalise is not None:
+            self._finalise()
+
     def _publish(self, number: int, quorum: int | None, limit: float, begun: float) -> SyncResult:
         """Serve an announced version and hold until every engine is done with it."""
         try:
             view = self._wait(number, lambda sync: sync.state != "gathering", limit, "the other writer ranks")
             sync = _sync_of(view, number)
+            if sync.whole_because:
+                logger.warning(
+                    "awex: version %s was asked for in part and is sent whole: %s", sync.version, sync.whole_because
+                )
             if sync.state == "open":
                 view = self._serve(view, sync)
-            return self._result(_sync_of(view, number), quorum, time.monotonic() - begun)
+            sync = _sync_of(view, number)
+            self._base = _base_of(sync)
+            return self._result(sync, quorum, time.monotonic() - begun)
+        except SyncFailed:  # how it ended is known, and so is who holds it
+            raise
+        except BaseException as error:
+            self._break_off(number, error)
+            raise
         finally:
             self._let_go()
+
+    def _break_off(self, number: int, error: BaseException) -> None:
+        """What the caller has changed for this version may have reached nobody: the next one builds on nothing."""
+        said = f": {first_line(error)}" if str(error) else ""
+        self._base = _Base(why=f"the call for version {number} ended with {type(error).__name__}{said}")
 
     def _let_go(self) -> None:
         """However the version ended: a reader that still pulls learns that the weights may change."""
@@ -294,17 +339,27 @@ class WeightWriter:
         self._export = export_memory(snapshot.memory)
         self._join()
 
-    def _announce(self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...]) -> None:
-        incarnation = self._process.incarnation
+    def _announce(self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...], base: _Base) -> None:
+        def announce() -> None:
+            self._client.announce(
+                self._process.incarnation,
+                number,
+                timeout_s=limit,
+                verify=verify,
+                only=only,
+                base=base.version,
+                whole_because=base.why,
+            )
+
         try:
-            self._client.announce(incarnation, number, timeout_s=limit, verify=verify, only=only)
+            announce()
         except Refused as error:
             if error.code != "unknown":
                 raise
             # The meta server was restarted and this rank's lease is not renewed yet.
             self._join()
             self._wait_for_run()
-            self._client.announce(incarnation, number, timeout_s=limit, verify=verify, only=only)
+            announce()
 
     def _wait(self, number: int, ready: Callable[[SyncView], bool], limit: float, what: str) -> JobView:
         def reached(view: JobView) -> JobView | None:
@@ -475,6 +530,7 @@ class WeightWriter:
             figures={name: dict(engine.figures) for name, engine in sync.engines.items()},
             seconds=seconds,
             superseded=sync.superseded,
+            whole_because=sync.whole_because,
         )
         if sync.superseded:
             return result
@@ -529,6 +585,13 @@ def _sync_of(view: JobView, number: int) -> SyncView:
     if sync is None:
         raise MetaServerError(f"the meta server no longer knows version {number}; was it restarted?")
     return sync
+
+
+def _base_of(sync: SyncView) -> _Base:
+    """What the version after this one builds on."""
+    if any(engine.outcome == "committed" for engine in sync.engines.values()):
+        return _Base(sync.version)
+    return _Base(why=f"no engine has committed version {sync.version}")
 
 
 def _device_of(memory: Memory) -> str:

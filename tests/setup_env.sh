@@ -121,6 +121,13 @@ complete_vllm() {
         install --no-deps --no-build-isolation ./tests/vllm_metadata
     fi
 
+    # vLLM 0.32 uses AMX where a CPU has it without asking the kernel for leave, and ends with SIGILL unless some
+    # library has asked before. Each process asks at its start: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA).
+    if [[ $(uname -m) == x86_64 ]]; then
+        echo 'import ctypes; ctypes.CDLL(None).syscall(158, 0x1023, 18)' >"$("$venv/bin/python" -c \
+            'import sysconfig; print(sysconfig.get_path("purelib"))')/ask_for_amx.pth"
+    fi
+
     # Newer Megatron releases bring megatron.training, but want Python 3.12. Its argument parser runs on 3.11 too, so
     # a test runs it from the sources unpacked here; nothing of it is installed.
     local newer=$venv/share/megatron-core-$newer_megatron wheels

@@ -9,6 +9,7 @@ import torch
 
 from awex_core.errors import LayoutError, first_line
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
+from awex_core.layout.share import Place, join_buffers
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,14 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole allocation a tensor lives in, as a flat ``uint8`` tensor over the same memory."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def place_of(tensor: torch.Tensor) -> Place | None:
+    """Where the allocation that a tensor lives in lies; None if it has no memory."""
+    storage = tensor.untyped_storage()
+    if tensor.is_meta or not storage.nbytes():
+        return None
+    return Place(str(tensor.device), storage.data_ptr())
 
 
 def allocate(sizes: Sequence[tuple[int, torch.device]]) -> Memory:
@@ -146,6 +155,7 @@ class ShardCollector:
         return index
 
     def build(self) -> tuple[Layout, Memory]:
-        """The layout and its memory; raises ``LayoutError`` as ``build_layout`` does."""
+        """The layout and its memory; raises ``LayoutError`` as ``build_layout`` and ``join_buffers`` do."""
         layout = build_layout(self._shards, self._buffers, self._constants)
-        return layout, Memory(tuple(self._memory))
+        layout, left = join_buffers(layout, list(map(place_of, self._memory)))
+        return layout, Memory(tuple(self._memory[index] for index in left))

@@ -16,7 +16,10 @@ import msgspec
 from awex_core.commit.modes import LANES
 from awex_core.version import INITIAL, Version
 
-EngineState = Literal["ready", "updating", "torn", "refused"]
+EngineState = Literal["ready", "updating", "torn", "refused", "unknown", "asleep"]
+WeightsState = Literal["held", "foreign", "lost", "released"]
+"""What a worker's memory is: what its engine committed; somebody else's; no model's; not there at present."""
+
 SyncState = Literal["gathering", "open", "done"]
 EngineOutcome = Literal["pending", "updating", "committed", "failed"]
 Lane = Annotated[int, msgspec.Meta(ge=0, lt=LANES)]
@@ -87,6 +90,9 @@ class WorkerInfo(_Message, frozen=True):
     """Whether it has a second buffer, to receive into while requests run; it is used when all workers have one."""
     replaced: list[str] = []
     """Modules whose weights, as the checkpoint has them, exist only during an update: it cannot lend these."""
+    weights: WeightsState = "held"
+    weights_reason: str = ""
+    """Which call of the engine's own made them something else than ``held``."""
     told: int = 0
     """Rises with everything that changes above: an earlier word that arrives late is not taken."""
 
@@ -94,6 +100,7 @@ class WorkerInfo(_Message, frozen=True):
 class EngineView(_Message, frozen=True):
     """One engine, as the others see it.
 
+    ``state`` is what its controller said, unless its workers know better: ``said`` is the controller's word alone.
     ``generation`` rises when anything about its peers' connections must be redone.
     """
 
@@ -108,6 +115,9 @@ class EngineView(_Message, frozen=True):
     workers: list[WorkerInfo]
     instance: str = ""
     """That of the controller that was elected last."""
+    said: EngineState = "ready"
+    parked: str = ""
+    """Why no version can be received at present (its weights are not in memory); it waits until they are."""
 
 
 class Resend(_Message, frozen=True):
@@ -151,6 +161,8 @@ class SyncView(_Message, frozen=True):
     only: list[str] = []
     """Patterns of the tensors that may differ from those of version ``base``; none: all may."""
     base: Version = INITIAL
+    whole_because: str = ""
+    """Why it is sent whole although ``only`` names a part: no engine is to build on ``base``."""
     superseded: bool = False
     """Ended unread, in favour of newer weights."""
 
@@ -257,13 +269,19 @@ class Watch(_Message, frozen=True):
 
 
 class Announce(_Message, frozen=True):
-    """A writer rank has reached ``number``. The version opens when every rank has."""
+    """A writer rank has reached ``number``. The version opens when every rank has.
+
+    With ``only``, ``base`` is the version of this rank's last call, if that was committed; else ``whole_because``
+    says why there is none.
+    """
 
     incarnation: str
     number: int
     timeout_s: float
     verify: str
     only: list[str] = []
+    base: Version = INITIAL
+    whole_because: str = ""
 
 
 class PublishDigest(_Message, frozen=True):

@@ -142,6 +142,8 @@ class JobStore:
         for reason in self._engines.seat_worker(self._engines.named(info.engine), info, now):
             self._versions.fail(info.engine, reason)
             self._copies.fail(info.engine, reason)
+        if info.weights != "held":
+            self._copies.end_from(info.engine, f"{describe(info)}: {info.weights_reason}")
         return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch)
 
     def join_controller(self, message: JoinController, now: float) -> JoinReply:

@@ -57,6 +57,8 @@ class Sync:
     digests: dict[str, dict[int, bytes]] = field(default_factory=dict)
     reason: str = ""
     superseded: bool = False
+    whole_because: str = ""
+    """Why no engine is sent ``only`` some tensors: a writer rank does not build on ``base``."""
 
     def view(self, now: float) -> SyncView:
         return SyncView(
@@ -68,6 +70,7 @@ class Sync:
             verify=self.verify,
             only=list(self.only),
             base=self.base or INITIAL,
+            whole_because=self.whole_because,
             remaining_s=0.0 if self.state == "done" else max(0.0, self.deadline - now),
             reason=self.reason,
             superseded=self.superseded,
@@ -89,6 +92,18 @@ class Sync:
         return self.state == "done" and rank in self.arrived
 
     # From gathering to done
+
+    def compare_base(self, rank: int, base: Version, why: str) -> None:
+        """A partial update is sent whole if any rank builds on another version than the one before it, or on none.
+
+        What a rank's caller changed for a call that this server has not seen, or that has not ended as others believe,
+        is not among the tensors named now.
+        """
+        if not self.only or self.whole_because or (base == self.base and not why):
+            return
+        known = f"the last one announced is {self.base}" if self.base else "none was announced before"
+        reason = f"writer rank {rank}: {why or f'its last version is {base}, and {known}'}"
+        self.whole_because = reason[:MAX_REASON]
 
     def arrive(self, rank: int, verify: str, only: Sequence[str], now: float) -> None:
         """A writer rank is here; the version opens with the last one."""
@@ -115,7 +130,8 @@ class Sync:
                 reason = f"it refuses the trainer's model: {engine.reason}"
                 self.parts[name] = EngineSync(outcome="failed", generation=engine.generation, reason=reason)
             elif engine.live:
-                partial = bool(self.only) and engine.state == "ready" and engine.version == self.base
+                wanted = bool(self.only) and not self.whole_because
+                partial = wanted and engine.state == "ready" and engine.version == self.base
                 self.parts[name] = EngineSync(outcome="pending", generation=engine.generation, partial=partial)
         self._settle()
 
@@ -161,8 +177,11 @@ class Sync:
             self.fail(name, f"not committed after {self.timeout_s:g} s; {self._how_far(name)}")
 
     def _how_far(self, name: str) -> str:
+        engine = self.engines.get(name)
         far = f"it was {self.parts[name].outcome}"
-        silent = self._silent_workers(self.engines[name]) if name in self.engines else []
+        if engine is not None and engine.why("released"):
+            return f"{far}: {engine.why('released')}"
+        silent = self._silent_workers(engine) if engine is not None else []
         return f"{far}, and worker(s) {silent} of {self.engines[name].world} had not reported" if silent else far
 
     def _who_is_missing(self) -> str:
@@ -175,11 +194,11 @@ class Sync:
     def hear_controller(self, engine: Engine, message: ReportEngine) -> ReportReply:
         """Record a controller's word. It may commit only when all workers have said they hold the version."""
         before = self.parts[engine.name]
-        silent = self._silent_workers(engine)
-        if message.outcome == "committed" and before.outcome not in TERMINAL and silent:
-            reason = f"worker(s) {silent} of engine {engine.name} have not reported version {message.version}"
-            return ReportReply(accepted=False, reason=reason)
-        if before.outcome not in TERMINAL and message.outcome != "pending":
+        if message.outcome == "committed" and before.outcome not in TERMINAL:
+            reason = self._why_not_whole(engine)
+            if reason:
+                return ReportReply(accepted=False, reason=reason)
+        if before.outcome not in TERMINAL:
             self._update_figures(engine.name, message.figures)
             self._progress(engine, message.outcome, message.reason or "its controller gave no reason")
         return _answer(engine.name, before, message.outcome)
@@ -200,7 +219,7 @@ class Sync:
             self.pulse.changed()
             self._add_figures(engine.name, message.figures)
             if not engine.controlled:
-                self._progress(engine, "updating" if self._silent_workers(engine) else "committed", "")
+                self._progress(engine, "updating" if self._why_not_whole(engine) else "committed", "")
         return _answer(engine.name, before, "failed" if message.failed else "committed")
 
     def _ask_again(self, name: str, wanted: Resend) -> ReportReply:
@@ -237,7 +256,7 @@ class Sync:
             self.fail(engine.name, reason)
             return
         if outcome == "committed":
-            engine.state, engine.version, engine.reason = "ready", self.version, ""
+            engine.said, engine.version, engine.said_reason = "ready", self.version, ""
         self._record(engine.name, outcome)
 
     def _record(self, name: str, outcome: EngineOutcome, reason: str = "") -> None:
@@ -248,6 +267,13 @@ class Sync:
     def _silent_workers(self, engine: Engine) -> list[int]:
         """Workers that have not said they hold the version: all must, before the engine may commit."""
         return sorted(set(range(engine.world)) - self.reported.get(engine.name, set()))
+
+    def _why_not_whole(self, engine: Engine) -> str:
+        """Why an engine may not commit yet: a worker has not reported, or a call of the engine's own came between."""
+        silent = self._silent_workers(engine)
+        if silent:
+            return f"worker(s) {silent} of engine {engine.name} have not reported version {self.version}"
+        return engine.not_held
 
     # Figures and digests
 
@@ -296,6 +322,7 @@ class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     digests: dict[str, dict[int, bytes]]
     reason: str
     superseded: bool
+    whole_because: str = ""
 
 
 def save_sync(sync: Sync) -> SavedSync:
@@ -310,8 +337,7 @@ def restore_sync(saved: SavedSync, engines: Mapping[str, Engine], pulse: Pulse) 
 
 def _answer(engine: str, before: EngineSync, claimed: EngineOutcome) -> ReportReply:
     """Accepted when this report was recorded, or says what was recorded before it."""
-    was_open = before.outcome not in TERMINAL and claimed != "pending"
-    if was_open or before.outcome == claimed:
+    if before.outcome not in TERMINAL or before.outcome == claimed:
         return ReportReply(accepted=True)
     tail = f": {before.reason}" if before.reason else ""
     return ReportReply(accepted=False, reason=f"engine {engine} is recorded as {before.outcome}{tail}")

@@ -50,8 +50,8 @@ class Versions:
         self._committed.clear()
         for engine in self._engines.values():
             engine.generation += 1
-            if engine.state == "refused":  # what it refused was the earlier trainer's model
-                engine.state, engine.reason = "ready", ""
+            if engine.said == "refused":  # what it refused was the earlier trainer's model
+                engine.said, engine.said_reason = "ready", ""
         self._pulse.changed()
 
     def see(self, version: Version, engine: str, *, writing: bool) -> None:
@@ -76,6 +76,8 @@ class Versions:
             self._check_newer(message.number)
             sync = self._gather(message, rank, run, now)
         if sync is not None:
+            if sync.state == "gathering":
+                sync.compare_base(rank, message.base, message.whole_because)
             sync.arrive(rank, message.verify, message.only, now)
 
     def _missed(self, number: int, rank: int) -> bool:

@@ -10,7 +10,7 @@ in the same memory. Whatever is neither is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +20,8 @@ import torch
 from awex_core.engine import LoaderPathModule, TracedModel
 from awex_core.errors import PlanError
 from awex_core.layout.layout import CanonicalTensor
-from awex_core.layout.live import Memory, flat_bytes
+from awex_core.layout.live import Memory, flat_bytes, place_of
+from awex_core.layout.share import join_buffers
 from awex_core.layout.trace import Loader, Trace
 from awex_core.layout.trace_cache import trace_model
 from sglang_awex import compat
@@ -45,8 +46,9 @@ class _Staged:
 class SglangWorkerModel:
     """``awex_core.engine.WorkerModel`` of one scheduler rank."""
 
-    def __init__(self, runner: Any) -> None:
-        """``runner`` is SGLang's model runner of the target model."""
+    def __init__(self, runner: Any, why_unsupported: Callable[[], list[str]] = list) -> None:
+        """``runner`` is that of the target model; ``why_unsupported`` says what else there is that would not follow."""
+        self._why_unsupported = why_unsupported
         self.device = torch.device(f"cuda:{runner.gpu_id}" if runner.device == "cuda" else runner.device)
         self._model: torch.nn.Module = runner.model
         self._runner = runner
@@ -56,7 +58,7 @@ class SglangWorkerModel:
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
-        faults = compat.why_unsupported(self._model)
+        faults = [*self._why_unsupported(), *compat.why_unsupported(self._model)]
         if faults:
             raise PlanError("this engine cannot receive weights in place", faults)
         model = compat.in_checkpoint_format(self._model)
@@ -74,11 +76,13 @@ class SglangWorkerModel:
         ]
         self._check(trace, model, staged)
         self._staged = staged
-        self._traced = [buffer.name for buffer in trace.layout.buffers]
         live, aside = _tensors(self._model), set(_staged_names(staged))
+        names = [buffer.name for buffer in trace.layout.buffers]
+        layout, left = join_buffers(trace.layout, [None if n in aside else place_of(live[n]) for n in names])
+        self._traced = [names[index] for index in left]
         self._storages = {name: live[name].untyped_storage() for name in self._traced if name not in aside}
         return TracedModel(
-            trace.layout,
+            layout,
             tuple(owner.describe() for owner in staged),
             compat.derived_tensors(self._model),
             frozenset(index for index, name in enumerate(self._traced) if name in aside),
@@ -123,8 +127,14 @@ class SglangWorkerModel:
 
     def lend(self) -> Memory:
         """See ``WorkerModel.lend``."""
-        tensors = _tensors(self._model)
-        return Memory(tuple(flat_bytes(tensors[name]) for name in self._traced))
+        tensors, aside = _tensors(self._model), set(_staged_names(self._staged))
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return Memory(tuple(nothing if name in aside else flat_bytes(tensors[name]) for name in self._traced))
+
+    def live(self) -> Memory:
+        """See ``WorkerModel.live``."""
+        tensors = compat.all_tensors(self._model)
+        return Memory(tuple({t.untyped_storage()._cdata: flat_bytes(t) for t in tensors if t.numel()}.values()))
 
     def finish(self) -> None:
         """See ``WorkerModel.finish``: what SGLang does after weights were written from outside."""

@@ -17,7 +17,7 @@ when the model is traced, and is put back. Whatever fits none of these is refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -29,7 +29,8 @@ from awex_core.engine import LoaderPathModule, TracedModel
 from awex_core.errors import PlanError
 from awex_core.layout.dtypes import can_convert
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
-from awex_core.layout.live import Memory, flat_bytes, own_tensors
+from awex_core.layout.live import Memory, flat_bytes, own_tensors, place_of
+from awex_core.layout.share import Place, join_buffers
 from awex_core.layout.trace import Loader, Trace
 from awex_core.layout.trace_cache import trace_model
 from vllm_awex import compat
@@ -77,16 +78,29 @@ class _Staged:
 class VllmWorkerModel:
     """``awex_core.engine.WorkerModel`` of one vLLM worker."""
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        device: torch.device,
+        why_unsupported: Callable[[], list[str]] = list,
+    ) -> None:
+        """``why_unsupported`` says what else there is in this worker that would not follow."""
         self.device = device
+        self._why_unsupported = why_unsupported
         self._model, self._vllm_config = model, vllm_config
         self._buffers: list[torch.Tensor | tuple[_Staged, str]] = []
+        self._homes: dict[str, tuple[torch.nn.Module, str, Place | None]] = {}
+        """Where live tensors were when they were traced, by name: their module, their name there, and the place."""
         self._staged: list[_Staged] = []
         self._refreshed: list[torch.nn.Module] = []
         self._derived: list[torch.nn.Module] = []
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
+        faults = self._why_unsupported()
+        if faults:
+            raise PlanError("this engine cannot follow a trainer", faults)
         live = {path: own_tensors(module) for path, module in self._model.named_modules()}
         with compat.checkpoint_format(self._model):
             slots = [
@@ -113,7 +127,7 @@ class VllmWorkerModel:
         loaded = {index: slots[trace.layout.buffers[index].name] for index in sorted(used)}
         staged = self._find_replaced(list(loaded.values()))
         self._derived = self._find_derived()
-        self._buffers = []
+        self._buffers, self._homes = [], {}
         moves: dict[int, tuple[int, int]] = {}
         buffers: list[Buffer] = []
         for index, slot in loaded.items():
@@ -128,11 +142,15 @@ class VllmWorkerModel:
                 moves[index] = (len(buffers), shift)
                 buffers.append(Buffer(slot.full_name, storage.nbytes()))
                 self._buffers.append(_live(slot))
+                self._homes[slot.full_name] = (slot.module, slot.name, place_of(_live(slot)))
         self._staged = list(staged.values())
         paths = {id(module): path for path, module in self._model.named_modules()}
         packing = [m for m in self._model.modules() if compat.hides_copy(m) and id(m) not in staged]
         self._refreshed = packing
-        layout = _rebase(trace.layout, buffers, moves)
+        # Live tensors may share memory that checkpoint-format ones do not: a tied head is one with the embedding.
+        places = [place_of(entry) if isinstance(entry, torch.Tensor) else None for entry in self._buffers]
+        layout, left = join_buffers(_rebase(trace.layout, buffers, moves), places)
+        self._buffers = [self._buffers[index] for index in left]
         refreshed = tuple(paths[id(module)] for module in [*packing, *self._derived])
         aside = frozenset(i for i, entry in enumerate(self._buffers) if not isinstance(entry, torch.Tensor))
         return TracedModel(layout, tuple(_describe(owner) for owner in self._staged), refreshed, aside)
@@ -194,12 +212,25 @@ class VllmWorkerModel:
         """See ``WorkerModel.begin``."""
         for owner in self._staged:
             owner.tensors = {name: compat.materialize(meta, self.device) for name, meta in owner.metas.items()}
+        moved = [name for name, (module, own, place) in self._homes.items() if _place_in(module, own) != place]
+        if moved:
+            raise PlanError("parameters have been replaced since they were traced; restart the engine", moved)
         tensors = [entry if isinstance(entry, torch.Tensor) else entry[0].tensors[entry[1]] for entry in self._buffers]
         return Memory(tuple(flat_bytes(tensor) for tensor in tensors))
 
     def lend(self) -> Memory:
         """See ``WorkerModel.lend``."""
-        return Memory(tuple(flat_bytes(entry) for entry in self._buffers if isinstance(entry, torch.Tensor)))
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return Memory(
+            tuple(flat_bytes(entry) if isinstance(entry, torch.Tensor) else nothing for entry in self._buffers)
+        )
+
+    def live(self) -> Memory | None:
+        """See ``WorkerModel.live``; on a CPU, packed copies are out of sight."""
+        if self.device.type == "cpu" and (self._staged or any(map(compat.hides_weights, self._model.modules()))):
+            return None
+        tensors = compat.all_tensors(self._model)
+        return Memory(tuple({t.untyped_storage()._cdata: flat_bytes(t) for t in tensors if t.numel()}.values()))
 
     def finish(self) -> None:
         """See ``WorkerModel.finish``: loader-path modules first, then what is computed from them."""
@@ -216,6 +247,11 @@ class VllmWorkerModel:
         """See ``WorkerModel.abort``."""
         for owner in self._staged:
             owner.tensors = {}
+
+
+def _place_in(module: torch.nn.Module, name: str) -> Place | None:
+    tensor = own_tensors(module).get(name)
+    return place_of(tensor) if tensor is not None else None
 
 
 def _live(slot: _Slot) -> torch.Tensor:

@@ -90,6 +90,16 @@ BROKEN: dict[str, tuple[tuple[type, str, Callable[..., Any]] | None, tuple[str, 
     ),
     "nobody is fenced": ((Fences, "check", lambda self, role, key: None), (), "was fenced and writes again"),
     "a rank takes the number of any run for its own": (None, ("a rank takes any run's number",), "for its own"),
+    "a rank forgets the calls that failed": (
+        None,
+        ("a rank forgets calls that failed",),
+        "may compute with|partial update of",
+    ),
+    "a rank's word on its base is not heard": (
+        (Sync, "compare_base", lambda self, rank, base, why: None),
+        (),
+        "may compute with|partial update of",
+    ),
 }
 MOST_SEEDS = 400
 

@@ -79,6 +79,7 @@ class Chaos:
     fault: float = 0.004
     time: float = 0.03
     partial: float = 0.4
+    slip: float = 0.25
     two_sided: bool = False
     verify: str = "off"
     engines_restart: bool = True
@@ -86,7 +87,7 @@ class Chaos:
     server_restarts: bool = True
 
 
-CALM = Chaos(lost=0, reply_lost=0, late=0, fault=0, time=0)
+CALM = Chaos(lost=0, reply_lost=0, late=0, fault=0, time=0, slip=0)
 
 
 class Process:
@@ -309,6 +310,15 @@ class Run:
         draw = random.Random(f"{world.seed} {self.name} {number}")
         return world.chaos.verify, ONLY if number > 1 and draw.random() < world.chaos.partial else []
 
+    def slip(self, number: int, rank: int) -> str:
+        """Whether the call of one rank or of all fails where no other rank learns of it: before it is announced, or
+        when the version has ended."""
+        world = self.ranks[0].world
+        draw = random.Random(f"{world.seed} {self.name} {number} slip")
+        if world.calm or draw.random() >= world.chaos.slip or rank not in draw.choice(([0], [1], [0, 1], [0, 1])):
+            return ""
+        return draw.choice(("before", "after"))
+
 
 class Rank(Process):
     """``WeightWriter`` and the training loop around it."""
@@ -318,6 +328,8 @@ class Rank(Process):
         self.run, self.rank = run, rank
         self.weights: Bytes = {(rank, kind): (run.name, 0) for kind in "ab"}
         self.sessions: dict[str, Session] = {}
+        self.base: tuple[Version, str] = (INITIAL, "it is the first")
+        """``WeightWriter._base``."""
         self.info = m.WriterInfo(
             rank=rank, world=WORLD, run=run.name, process=self.identity, layout="L", endpoint="E", manifest=MANIFEST
         )
@@ -350,7 +362,13 @@ class Rank(Process):
             self.weights[self.rank, kind] = (self.run.name, number)
         self.run.called[self.rank] = number
         self.world.published.setdefault((self.run.name, number), {}).update(dict(self.weights))
-        yield from self._write_weights(number, verify, only)
+        slip = self.run.slip(number, self.rank)
+        if slip != "before":
+            yield from self._write_weights(number, verify, only)
+        if slip:
+            if not self.world.mutant("a rank forgets calls that failed"):
+                self.base = INITIAL, f"the call for version {number} failed"
+            raise SyncFailed(f"an error {slip} the version", {})
 
     def _wait_for_run(self) -> Steps[None]:
         def formed(view: m.JobView) -> bool | None:
@@ -371,6 +389,8 @@ class Rank(Process):
             yield from self._serve(view, sync)
             view = yield from self._wait(number, lambda s: s.state == "done", sync.remaining_s, "engines to commit")
         sync = self._sync_of(view, number)
+        committed = any(part.outcome == "committed" for part in sync.engines.values())
+        self.base = (sync.version, "") if committed else (INITIAL, f"nobody has committed {number}")
         failed = {name: part.reason for name, part in sync.engines.items() if part.outcome != "committed"}
         for engine in failed:
             self._drop(engine)
@@ -379,7 +399,16 @@ class Rank(Process):
             raise SyncFailed(sync.reason, failed)
 
     def _announce(self, number: int, verify: str, only: list[str]) -> Steps[None]:
-        message = m.Announce(incarnation=self.incarnation, number=number, timeout_s=LIMIT_S, verify=verify, only=only)
+        (base, why), self.base = self.base, (INITIAL, f"version {number} has not ended")
+        message = m.Announce(
+            incarnation=self.incarnation,
+            number=number,
+            timeout_s=LIMIT_S,
+            verify=verify,
+            only=only,
+            base=base,
+            whole_because=why,
+        )
         try:
             yield from self.rpc(message, key=f"{self.incarnation} {number} first")
         except Refused as error:

@@ -139,7 +139,7 @@ def make_model(out: Path | str, kind: str = "qwen3", *, dtype: str = "bfloat16",
 
     torch.manual_seed(seed)
     chosen = KINDS[kind]
-    fields = {**SIZES, **chosen.attention, **chosen.sizes, **sizes, "tie_word_embeddings": chosen.tied}
+    fields = {**SIZES, **chosen.attention, **chosen.sizes, "tie_word_embeddings": chosen.tied, **sizes}
     config = AutoConfig.for_model(chosen.model_type, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     _randomise(model)
