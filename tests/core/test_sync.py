@@ -19,6 +19,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from awex_core import controller as controller_module
+from awex_core import writer as writer_module
 from awex_core.config import SyncConfig
 from awex_core.controller import EngineController
 from awex_core.engine import LoaderPathModule
@@ -1012,6 +1014,15 @@ def test_layouts_survive_a_meta_server_that_restarts_between_them_and_the_join(
             server.stop()
 
 
+@pytest.fixture
+def short_graces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a meta server that has gone waits for its own limit and little more."""
+    for module in (writer_module, controller_module):
+        assert module._GRACE_S >= 10
+        monkeypatch.setattr(module, "_GRACE_S", 2.0)
+
+
+@pytest.mark.usefixtures("short_graces")
 def test_without_the_meta_server_a_writer_returns_in_time_and_names_it(
     meta: MetaServer, loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
 ) -> None:
@@ -1032,6 +1043,7 @@ def test_without_the_meta_server_a_writer_returns_in_time_and_names_it(
     eventually(lambda: engine.controller.state == "torn", 20)
 
 
+@pytest.mark.usefixtures("short_graces")
 def test_workers_let_go_when_the_meta_server_is_lost_while_they_connect(
     meta: MetaServer,
     loop: Loop,

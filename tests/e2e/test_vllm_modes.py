@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -16,7 +15,7 @@ from tests.support.clients import asking
 from tests.support.jobs import MetaServerProcess, Reference, VllmServer, engine_env
 from tests.support.lines import ROOT, Child, end_session
 from tests.support.tiny_models import make_model
-from tests.support.warm import start_process
+from tests.support.warm import run_to_end, start_process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -124,14 +123,7 @@ print("unchanged")
 
 def test_without_the_flag_nothing_changes(folder: Path) -> None:
     model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=0)
-    done = subprocess.run(
-        [sys.executable, "-c", NO_FLAG, str(model)],
-        cwd=ROOT,
-        env=engine_env(1),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = run_to_end([sys.executable, "-c", NO_FLAG, str(model)], engine_env(1), limit_s=180)
     assert done.returncode == 0 and "unchanged" in done.stdout, done.stderr[-3000:]
 
 

@@ -5,20 +5,19 @@ One process builds them all (see ``tests.support.engine_cells``). ``AWEX_ALL_CEL
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import pytest
 
 from tests.support.cells import LAYERS, Cell, Outcome
+from tests.support.environment import ALL_CELLS
 from tests.support.refusals import is_expected
 from tests.support.run_cells import clear, run_cells
 from tests.support.sglang_cells import MUTATED, SHORT, TABLE
 
-ALL = os.environ.get("AWEX_ALL_CELLS", "") not in ("", "0")
-EQUAL = TABLE if ALL else SHORT
+EQUAL = TABLE if ALL_CELLS else SHORT
 
-pytestmark = pytest.mark.timeout(1800 if ALL else 400)
+pytestmark = pytest.mark.timeout(1800 if ALL_CELLS else 400)
 
 Outcomes = Mapping[Cell, Outcome]
 

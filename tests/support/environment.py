@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+ALL_CELLS = os.environ.get("AWEX_ALL_CELLS", "") not in ("", "0")
+"""Whether whole tables are run, not a part in which every row and column occurs."""
+
 ENVIRONMENT = {
     # Models are made on the spot, never fetched; nobody is told that they were.
     "HF_HUB_OFFLINE": "1",

