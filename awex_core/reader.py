@@ -394,6 +394,10 @@ class WeightReader:
             logger.info("%s", list_faults("awex: received aside and finished by the engine:", reasons))
         if traced.refreshed:
             logger.info("%s", list_faults("awex: received in place, and copies of it made anew:", traced.refreshed))
+        if traced.kept:
+            logger.info(
+                "%s", list_faults("awex: kept by the engine, since no version has them:", list(map(str, traced.kept)))
+            )
 
     # Repairing, while the engine is torn and paused
 
