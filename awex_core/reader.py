@@ -50,7 +50,15 @@ from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineView, JobView, SyncView, WorkerInfo, WriterInfo
 from awex_core.plan import CopyProgram, SourceIndex, check_precision, index_sources
 from awex_core.process import this_process
-from awex_core.session import LayoutCache, ReaderSession, SessionKey, check_complete, has_traced, refusals
+from awex_core.session import (
+    LayoutCache,
+    ReaderSession,
+    SessionKey,
+    check_complete,
+    has_traced,
+    refusals,
+    sources_of,
+)
 from awex_core.shadow import Pieces, Shadow, beside_compute
 from awex_core.transfer import shm_staged
 from awex_core.transfer.base import Deadline, Progress
@@ -513,8 +521,8 @@ class WeightReader:
 
     def _ensure_session(self, update: _Update, traced: TracedModel, deadline: Deadline) -> ReaderSession:
         sync = update.sync
-        generation, snapshot = sync.engines[self.engine].generation, any(w.snapshot for w in update.writers)
-        key = SessionKey(sync.version.epoch, self.engine, generation, update.copy, snapshot)
+        generation = sync.engines[self.engine].generation
+        key = SessionKey(sync.version.epoch, self.engine, generation, update.copy, sources_of(update.writers))
         if self._session is not None and self._session.key == key:
             return self._session
         self._close_session()
@@ -659,6 +667,8 @@ class WeightReader:
                 raise
             return
         attempt.figures["post_load_s"] = time.perf_counter() - begun
+        if self._session is not None and self._session.passing:
+            self._close_session()
         self._report(attempt)
         if self.controlled:
             self.version = attempt.version
