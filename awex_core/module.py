@@ -26,7 +26,7 @@ from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, LayoutError, list_faults
 from awex_core.layout.dtypes import can_convert, dtype_code
 from awex_core.layout.layout import CanonicalTensor
-from awex_core.layout.live import ShardCollector
+from awex_core.layout.live import OFFLOADED, Held, ShardCollector
 from awex_core.trainer import Description, Places, WeightSync, connect
 
 Names = Mapping[str, str | None] | Callable[[str], str | None]
@@ -72,8 +72,28 @@ def attach(
 
 def describe(module: torch.nn.Module, checkpoint: Checkpoint, names: Names | None = None) -> Description:
     """This rank's part of ``module``; arguments and errors as ``attach``."""
-    tensors = _name(_tensors_of(module), checkpoint, names)
+    found = _tensors_of(module)
+    tensors = _name(found, checkpoint, names)
     _check_ties(tensors, checkpoint)
+    published = {tensor.label for tensor in tensors}
+    left_out = {tensor.label for tensor in found} - published
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        """What is published, and parameters that were not there at this call."""
+        for tensor in _tensors_of(module):
+            if tensor.label in published or not (tensor.is_buffer or tensor.label in left_out):
+                yield tensor.label, _local(tensor.live)
+
+    def collect() -> Held:
+        return _collect(_name(_tensors_of(module), checkpoint, names), checkpoint)[0]
+
+    (layout, memory), manifest = _collect(tensors, checkpoint)
+    places = Places(watched, collect)
+    return Description(layout, memory, manifest, places.find)
+
+
+def _collect(tensors: Iterable[_Tensor], checkpoint: Checkpoint) -> tuple[Held, list[CanonicalTensor]]:
+    """What this rank holds of some tensors and where it lies, and all of them as the checkpoint has them."""
     collector, manifest, faults = ShardCollector(), [], []
     for tensor in tensors:
         try:
@@ -88,10 +108,7 @@ def describe(module: torch.nn.Module, checkpoint: Checkpoint, names: Names | Non
                 collector.add(name, shape, start, local, dtype)
     if faults:
         raise LayoutError(list_faults(f"{len(faults)} parameters cannot be published", faults))
-    published = {tensor.label for tensor in tensors}
-    places = Places(lambda: [(t.label, _local(t.live)) for t in _tensors_of(module) if t.label in published])
-    layout, memory = collector.build()
-    return Description(layout, memory, manifest, places.check)
+    return collector.build(), manifest
 
 
 # What a module holds, and under which names.
@@ -251,6 +268,8 @@ def local_box(live: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tor
         raise LayoutError(f"it is a {type(local).__name__}, whose memory does not hold its elements")
     if local.layout != torch.strided:
         raise LayoutError(f"it is stored as {local.layout}; only strided tensors can be published")
+    if local.numel() and not local.untyped_storage().nbytes():
+        raise LayoutError(OFFLOADED)
     if not isinstance(live, DTensor):
         return tuple(live.shape), (0,) * live.dim(), local
     mesh, shape = live.device_mesh, tuple(live.shape)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -52,6 +55,56 @@ class Memory:
             )
         out = torch.empty(0, dtype=dtype, device=base.device)
         return out.set_(base.untyped_storage(), storage_offset // size, tuple(extent), tuple(s // size for s in stride))
+
+
+Held: TypeAlias = tuple[Layout, Memory]
+"""A rank's part: what it holds, and where that lies now."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor lies and how: whatever changes here, its memory is no longer what a layout described.
+
+    ``allocation`` is the GPU driver's number for the memory at ``address``, 0 elsewhere: what was given back to the
+    device and asked for anew may lie at the same address, and is other memory to those who have mapped it.
+    """
+
+    address: int
+    allocation: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    storage_nbytes: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Place:
+        """The place of a tensor; of one without memory (offloaded, or on the meta device) with address 0."""
+        address = tensor.data_ptr() if not tensor.is_meta else 0
+        return Place(
+            address,
+            _allocation(address) if tensor.is_cuda else 0,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            tensor.untyped_storage().nbytes(),
+        )
+
+
+_BUFFER_ID = 7
+"""``CU_POINTER_ATTRIBUTE_BUFFER_ID``: unique for each allocation in the life of the process."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _allocation(address: int) -> int:
+    number = ctypes.c_ulonglong(0)
+    _driver().cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, ctypes.c_ulonglong(address))
+    return number.value  # 0 where the driver does not tell
 
 
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -144,6 +197,10 @@ def check_memory(layout: Layout, memory: Memory) -> None:
         raise LayoutError(f"the layout describes buffers of {want[:10]} bytes, the memory has {have[:10]}")
 
 
+OFFLOADED = "it is offloaded: its storage has no bytes now; bring it back before attach() and before write_weights()"
+"""Of a tensor with elements and without memory."""
+
+
 class ShardCollector:
     """Gathers shards of live tensors into a layout. Views of one storage share one buffer."""
 
@@ -186,7 +243,13 @@ class ShardCollector:
         )
 
     def buffer_of(self, view: torch.Tensor, name: str) -> int:
-        """Index of the buffer that ``view`` lives in, registered under ``name`` at first sight."""
+        """Index of the buffer that ``view`` lives in, registered under ``name`` at first sight.
+
+        Raises:
+            LayoutError: it has elements and no memory.
+        """
+        if view.numel() and not view.untyped_storage().nbytes():
+            raise LayoutError(f"{name}: {OFFLOADED}")
         storage = view.untyped_storage()
         key = storage._cdata
         index = self._storages.get(key)

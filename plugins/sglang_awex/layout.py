@@ -10,11 +10,7 @@ in the same memory. Whatever is neither is refused by name.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Callable, Sequence
-=======
-from collections.abc import Iterator, Sequence
->>>>>>> part-b
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 

@@ -34,6 +34,7 @@ from tests.support.tiny_models import KINDS
 from tests.support.trainer import RENDEZVOUS, Parallel, Trainer, TrainerSpec, join_ranks
 
 if TYPE_CHECKING:
+    from awex_core.layout.live import Held
     from awex_core.trainer import Description
 
 Tensors = dict[str, torch.Tensor]
@@ -91,13 +92,15 @@ def part_of_megatron(run: TrainerRun, folder: Path) -> Part:
 
     trainer = Trainer(spec_of(run))
     model = HfModel.read(run.held.checkpoint(folder, SEEDS[0]))
-    layout, memory = describe(trainer.chunks, model)
     shards = live_shards(trainer.chunks, family=family_for(model.model_type), hf_vocab_size=model.vocab_size)
-    places = Places(lambda: parameters(trainer.chunks))
+    places = Places(lambda: parameters(trainer.chunks), lambda: describe(trainer.chunks, model))
+    layout, memory = places.find()
 
-    def settle_rank() -> None:
-        places.check()
+    def settle_rank() -> Held:
+        held = places.find()
+        assert held[1] is memory, "the shards above are elsewhere now"
         settle(trainer.chunks, trainer.optimizer)
+        return held
 
     def hold(weights: Tensors) -> None:
         for shard in shards:
@@ -160,7 +163,7 @@ def whole(run: TrainerRun, folder: Path) -> Part:
         out.mkdir()
         save_file({name: view.contiguous() for name, view in views.items()}, out / "whole.safetensors")
 
-    return Part(Description(layout, memory, manifest, lambda: None), hold, save_raw)
+    return Part(Description(layout, memory, manifest, lambda: (layout, memory)), hold, save_raw)
 
 
 PART_OF = {"megatron": part_of_megatron, "fsdp": part_of_fsdp, CHECKPOINT: whole}
