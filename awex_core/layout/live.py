@@ -62,7 +62,7 @@ Held: TypeAlias = tuple[Layout, Memory]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where one tensor lies and how: whatever changes here, its memory is no longer what a layout described.
 
     ``allocation`` is the GPU driver's number for the memory at ``address``, 0 elsewhere: what was given back to the
@@ -78,10 +78,10 @@ class Place:
     storage_nbytes: int
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Place:
+    def of(tensor: torch.Tensor) -> TensorPlace:
         """The place of a tensor; of one without memory (offloaded, or on the meta device) with address 0."""
         address = tensor.data_ptr() if not tensor.is_meta else 0
-        return Place(
+        return TensorPlace(
             address,
             _allocation(address) if tensor.is_cuda else 0,
             tuple(tensor.shape),
