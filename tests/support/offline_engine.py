@@ -17,7 +17,13 @@ def main() -> None:
     stream = answer_stream()
     from vllm import LLM, SamplingParams
 
-    llm = LLM(sys.argv[1], dtype="bfloat16", weight_transfer_config={"backend": "awex"}, **OPTIONS)
+    llm = LLM(
+        sys.argv[1],
+        dtype="bfloat16",
+        weight_transfer_config={"backend": "awex"},
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+        **OPTIONS,
+    )
 
     def init() -> str:
         llm.init_weight_transfer_engine({"init_info": {}})
