@@ -98,6 +98,12 @@ def test_offline_llm_follows_through_vllms_own_calls(
     reference = stack.enter_context(closing(Reference(checkpoint, folder / "reference", tp=1, dtype="bfloat16")))
     reference.wait()
     check_same(lambda path: engine.ask("dump", 60, folder=str(path)), reference, folder)
+    assert engine.ask("reload", 60, folder=str(model)) == "unknown", "nobody has committed what it holds now"
+    for child in trainer.ranks:
+        child.send("write", version=4, options={"only": ["model.norm.weight"]})
+    engine.ask("update", 120, version="four")
+    assert trainer.ranks[0].receive(60)["committed"]
+    check_same(lambda path: engine.ask("dump", 60, folder=str(path)), reference, folder)
 
 
 NO_FLAG = """
