@@ -124,7 +124,7 @@ class CoreGuard:
             failed = f"{name} failed: {first_line(error)}"
             raise
         finally:
-            gone = self.weights == "released" if released is None else released
+            gone = self.weights == "released" if released is None or faults else released
             lost = "" if faults else failed or DESTROYS.get(name, "") or LOSES.get(name, "")
             sure = name in DESTROYS and not faults
             self._conclude(name, self._tell_workers("end", name, gone, lost, sure), label)

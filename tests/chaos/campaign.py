@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 import time
@@ -109,7 +110,8 @@ class Campaign:
     def run(self, case: Case) -> Result:
         """One case, from the injection to a version that all engines serve."""
         result, started = Result(case), time.monotonic()
-        self.stage.may_be_unknown = case.who == "other caller" and case.how in UNKNOWN
+        if case.who == "other caller" and case.how in UNKNOWN:
+            self.stage.unknown_until = math.inf
         self._note_processes()
         injection = Injection(self.stage, case, self._rng)
         watcher = Watcher(self.stage.engines.values())
@@ -131,6 +133,8 @@ class Campaign:
             with contextlib.suppress(Hang):  # the next case will say so
                 self._start_over()
         self._check(result)
+        if self.stage.unknown_until == math.inf:  # what was asked for before may be answered later
+            self.stage.unknown_until = time.monotonic()
         result.total_s = time.monotonic() - started
         return result
 

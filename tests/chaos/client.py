@@ -28,6 +28,8 @@ class Answer:
     prompt: list[int]
     tokens: list[int]
     spans: list[tuple[str, int, int]]
+    begun: float = 0.0
+    """When it was asked for, by ``time.monotonic``."""
 
 
 def ask_vllm(http: httpx.Client, prompt: list[int], count: int) -> tuple[list[int], list[tuple[str, int, int]]]:
@@ -80,6 +82,7 @@ class Clients:
         with httpx.Client(timeout=_LIMIT_S, trust_env=False, verify=False) as http:
             while not self._end.wait(PAUSE_S):
                 http.base_url = httpx.URL(self._url())
+                begun = time.monotonic()
                 prompt = [rng.randrange(256) for _ in range(rng.randrange(4, 24))]
                 try:
                     tokens, spans = self._ask(http, prompt, length)
@@ -89,7 +92,7 @@ class Clients:
                     self.errors[type(error).__name__] += 1
                 else:
                     with self._lock:
-                        self._answers.append(Answer(self.engine, prompt, tokens, spans))
+                        self._answers.append(Answer(self.engine, prompt, tokens, spans, begun))
 
     def take(self) -> list[Answer]:
         """What has been answered since the last call."""

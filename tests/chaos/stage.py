@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -260,8 +261,8 @@ class Stage:
             apart: engines live in a network namespace, and weights travel by ``nccl`` (gloo).
         """
         self.folder, self.models, self.seed = folder, models, seed
-        self.may_be_unknown = False
-        """Whether somebody has changed weights, so that answers may say that their version is unknown."""
+        self.unknown_until = -math.inf
+        """Somebody has changed weights: answers to what was asked before may say that their version is unknown."""
         self._parts = contextlib.ExitStack()
         try:
             self.link: Link | None = self._opened(Link()) if apart else None
@@ -357,11 +358,11 @@ class Stage:
                 raise answer
         return self.number
 
-    def model_of(self, label: str) -> int:
+    def model_of(self, label: str, begun: float) -> int:
         """Which model a label's version had; -1 for a label of none, -2 for one that makes no claim and may."""
         if label == "default":
             return 0
-        if label == "unknown" and self.may_be_unknown:
+        if label == "unknown" and begun < self.unknown_until:
             return -2
         _, _, number = label.partition(".")
         return int(number) % MODELS if number.isdigit() and int(number) <= self.number else -1
@@ -388,7 +389,7 @@ class Stage:
 
     def told(self, answer: Answer) -> dict[str, Any]:
         """An answer as the oracle takes it: models in place of labels."""
-        spans = [[self.model_of(label), begin, end] for label, begin, end in answer.spans]
+        spans = [[self.model_of(label, answer.begun), begin, end] for label, begin, end in answer.spans]
         return {"prompt": answer.prompt, "tokens": answer.tokens, "spans": spans}
 
     def processes(self) -> list[psutil.Process]:
