@@ -1,6 +1,7 @@
 # make setup   the environments: .venv, and .venv-sglang for SGLang; quick when nothing changed
 # make check   format, lint, types and the repository's rules
-# make test    every test, with real engines on CPU; of large tables a part, chosen so that every row and column occurs
+# make test    every test, with real engines on CPU; of large tables a part, chosen so that every row and column occurs.
+#              WORKERS=1 is slower and takes half the memory
 # make test-all  the same with the whole tables; a few minutes more
 # make matrix  the coverage matrix of families, trainer layouts and engine layouts, written to docs/coverage.md
 # make demo    a live vLLM server follows a real Megatron trainer; ENGINE=sglang takes an SGLang server, ENGINE=both
@@ -19,6 +20,7 @@ ENGINE ?= vllm
 TRAINER ?= tp=2
 ENGINE_TP ?= 2
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BENCH ?=
 CHAOS_SEED ?= 0
 CHAOS_COUNT ?= 354
@@ -42,11 +44,13 @@ check: setup-vllm
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/rules
 
+# The tests of a file share processes, so a worker runs whole files; what takes long goes first (tests/conftest.py).
 test: setup
-	$(PY) -m pytest tests $(PYTEST_ARGS)
+	$(PY) -m tests.ready
+	$(PY) -m pytest tests --numprocesses '$(WORKERS)' --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-all: setup
-	AWEX_ALL_CELLS=1 $(PY) -m pytest tests $(PYTEST_ARGS)
+test-all: export AWEX_ALL_CELLS = 1
+test-all: test
 
 matrix: setup
 	$(PY) -m tests.matrix --write docs/coverage.md

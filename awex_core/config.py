@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from awex_core.commit.modes import ReceiveMode, ShadowFallback, SnapshotMode, VerifyMode
+from awex_core.commit.modes import ReceiveMode, ShadowFallback, SnapshotMode, StartMode, VerifyMode
 from awex_core.errors import ConfigError
 from awex_core.meta.addresses import split_addresses
 from awex_core.meta.tls import Tls
@@ -29,12 +29,15 @@ _NAMES = {
     "AWEX_RECEIVE": "receive",
     "AWEX_SHADOW_FALLBACK": "shadow_fallback",
     "AWEX_REPAIR_CHECKPOINT": "repair_checkpoint",
+    "AWEX_START": "start",
+    "AWEX_MAX_LAG": "max_lag_s",
 }
 
 
 _NUMBERS: dict[str, type[int] | type[float]] = {
     "sync_timeout_s": float,
     "connect_timeout_s": float,
+    "max_lag_s": float,
     "bucket_nbytes": int,
     "verify_full_every": int,
 }
@@ -75,6 +78,11 @@ class SyncConfig:
     repair_checkpoint: str = ""
     """Folder that a torn engine loads when neither a trainer nor another engine can repair it; empty for none."""
 
+    start: StartMode = "closed"
+    """What an engine does that joins a job which has a version: serve only once it has caught up, or at once."""
+    max_lag_s: float = 0.0
+    """How long an engine may serve on that is behind, or cannot know whether it is; 0: for ever."""
+
     def __post_init__(self) -> None:
         split_addresses(self.meta_server)
         _check_choice("transport", self.transport, get_args(TransportName))
@@ -82,8 +90,11 @@ class SyncConfig:
         _check_choice("snapshot", self.snapshot, get_args(SnapshotMode))
         _check_choice("receive", self.receive, get_args(ReceiveMode))
         _check_choice("shadow_fallback", self.shadow_fallback, get_args(ShadowFallback))
+        _check_choice("start", self.start, get_args(StartMode))
         if self.verify_full_every < 0:
             raise ConfigError(f"verify_full_every must be a count of versions, or 0; got {self.verify_full_every}")
+        if not 0 <= self.max_lag_s < math.inf:
+            raise ConfigError(f"max_lag_s must be a number of seconds, or 0 for no limit; got {self.max_lag_s}")
         for name in ("sync_timeout_s", "connect_timeout_s", "bucket_nbytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, got {getattr(self, name)}")

@@ -7,12 +7,17 @@ server elects one and the others follow. Per version::
 
     connect   workers plan and connect; requests keep running. A failure leaves READY(v)
     prefetch  (shadow mode) workers receive into a second buffer and verify; so does a failure here
-    pause     no token is computed from here on
+    pause     no token is computed from here on, and no call of the engine's own touches the weights
     receive   all workers receive and verify, or copy what they prefetched, and finish. A failure leaves TORN
+    show      clients who ask see the new version
     commit    the meta server records it, unless the trainer has given up. A refusal leaves TORN
-    resume    the new version becomes visible, caches of the old one are gone
+    resume    caches of the old one are gone; the engine goes on, or stays paused if it was before
 
 A torn engine answers no generation request until a later version repairs it.
+
+The engine has other masters. If they have put it to sleep it is *parked*: a version waits until it is awake. If they
+have changed its weights it is ``unknown``: it serves on, lends nothing, and the next version is sent whole. If what
+they have left is no model's weights, it is torn.
 
 A controller that takes over from one that fell silent finds what that one last said: ``ready`` is resumed,
 for it may have been paused, and ``updating``, said before the first live byte, is torn. Should the silent one
@@ -31,9 +36,9 @@ from typing import Any, Literal, TypeVar
 from awex_core import stacks
 from awex_core.config import SyncConfig
 from awex_core.engine import EngineHost
-from awex_core.errors import AwexError, Fenced, SyncTimeout, TransferError
+from awex_core.errors import AwexError, Fenced, Interrupted, MetaServerError, SyncTimeout, TransferError
 from awex_core.meta.client import LeaseKeeper, MetaClient
-from awex_core.meta.messages import EngineState, EngineView, JobView, SyncView
+from awex_core.meta.messages import EngineState, EngineView, JobView, SyncView, WeightsState
 from awex_core.options import EngineOptions
 from awex_core.process import this_process
 from awex_core.session import refusals
@@ -47,6 +52,12 @@ _WATCH_S = 20.0
 _RETRY_S = 1.0
 _GRACE_S = 10.0
 """How much longer than a version's own limit an engine's answer is waited for."""
+
+_LOOK_S = 2.0
+"""How long somebody who asks for the status waits for what is being decided just then."""
+
+_SHOWN: dict[WeightsState, EngineState] = {"lost": "torn", "foreign": "unknown", "released": "asleep"}
+"""What an engine that would be ready is, by what its memory is."""
 
 
 class EngineController:
@@ -90,6 +101,17 @@ class EngineController:
         self._repair_failed = False
         self._lent: set[int] = set()
         self._given_up: set[Version] = set()
+        self._weights: tuple[WeightsState, str] = ("held", "")
+        """What the workers' memory was when it was last looked at, and why."""
+        self._behind: Version | None = None
+        """What the job was at when this engine joined it with the weights that it was started on."""
+        self._deciding = asyncio.Event()
+        """Set while no commit is on its way to the meta server."""
+        self._deciding.set()
+        self._contact = time.monotonic()
+        """When the meta server was last heard, and this engine was not behind."""
+        self._trouble = ""
+        """Why the meta server does not serve this engine; empty while it does."""
 
     async def start(self) -> None:
         """Join the job and have the workers join.
@@ -100,8 +122,12 @@ class EngineController:
         self._lease_s = await self._call(self._join)
         self._leases = LeaseKeeper(self._client, self._lease_s, lambda _: self._join())
         self._leases.add(self._process.incarnation)
+        view = await self._call(self._client.watch)
+        newest = _newest(view)
+        if newest > INITIAL and self.config.start == "closed":
+            self._behind = newest
         if self.elected:
-            await self._prepare(await self._call(self._client.watch))
+            await self._prepare(view)
 
     def _join(self) -> float:
         reply = self._client.join_controller(
@@ -125,52 +151,103 @@ class EngineController:
         """Whether the engine is not paused between two versions."""
         return not self._paused
 
+    @property
+    def shown(self) -> EngineState:
+        """The state as people are shown it: what is known of the memory counts more than what was last committed."""
+        return _SHOWN.get(self._weights[0], self.state) if self.state == "ready" else self.state
+
     def why_closed(self) -> str:
         """Why generation requests must be refused now; empty when they need not."""
-        if self.state == "torn":
+        state = self.shown
+        if state == "torn":
             return self.why_torn()
-        if self.require_version and self.version == INITIAL and not self._repaired:
-            return "no trainer has published a version yet" + (f" ({self.reason})" if self.reason else "")
+        if self.version == INITIAL and not self._repaired and (self.require_version or self._behind is not None):
+            said = f" ({self.reason})" if self.reason else ""
+            if self._behind is None:
+                return f"no trainer has published a version yet{said}"
+            return (
+                f"this engine has not caught up: it was started when the job was at version {self._behind}{said}; "
+                "--weight-sync-start=open serves what it was started on until then"
+            )
+        if state == "unknown" and self.require_version:
+            return f"the weights of this engine are no version of the trainer's: {self._weights[1]}"
+        lag_s = time.monotonic() - self._contact
+        if 0 < self.config.max_lag_s < lag_s:
+            why = self._trouble or "there is a newer version, which it has not taken"
+            return f"this engine may have been behind for {lag_s:.0f} s, of {self.config.max_lag_s:g} allowed: {why}"
         return ""
 
     def why_torn(self) -> str:
         """Why the engine's weights cannot be used; empty when they can."""
-        return f"the weights of this engine are incomplete: {self.reason}" if self.state == "torn" else ""
+        reason = self.reason if self.state == "torn" else self._weights[1]
+        return f"the weights of this engine are incomplete: {reason}" if self.shown == "torn" else ""
 
     def status(self) -> dict[str, Any]:
-        """What ``/awex/status`` shows."""
+        """What ``/awex/status`` shows, as far as it is known without asking anybody."""
+        state = self.shown
         return {
             "engine": self.engine,
-            "state": self.state,
+            "state": state,
             "version": {"epoch": self.version.epoch, "number": self.version.number},
-            "reason": self.reason,
+            "reason": self.reason if state == self.state else self._weights[1],
             "elected": self.elected,
             "closed": self.why_closed(),
             "receive": self.config.receive,
             "receiving": str(self.receiving or ""),
             "last_sync": self.last_sync,
+            "cut_off": self._trouble,
+            "cut_off_s": time.monotonic() - self._contact if self._trouble else 0.0,
             "limits": {
                 "sync_timeout_s": self.config.sync_timeout_s,
                 "connect_timeout_s": self.config.connect_timeout_s,
                 "lease_s": self._lease_s,
+                "max_lag_s": self.config.max_lag_s,
             },
         }
+
+    async def look(self) -> dict[str, Any]:
+        """``status``, after looking: at the engine's memory, and at what is being decided just now.
+
+        Who asks after the trainer's ``write_weights`` has returned sees the version that it returned.
+        """
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._deciding.wait(), _LOOK_S)
+        if not self.elected:
+            with contextlib.suppress(AwexError):
+                self._see(await asyncio.to_thread(self._client.watch, timeout_s=_LOOK_S))
+        self._weights = await self._host.weights()
+        return self.status()
 
     async def run(self) -> None:
         """Follow the job until cancelled. Never ends by itself: every failure is logged and survived."""
         since = 0
         while True:
             try:
-                view = await asyncio.to_thread(self._client.watch, since, _WATCH_S)
+                view = await asyncio.to_thread(self._client.watch, since, self._watch_s)
                 # A restarted server counts from the beginning again.
                 since = view.revision
+                self._note_contact(view)
                 await self._step(view)
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # noqa: BLE001 - the control task must outlive whatever it meets
                 logger.warning("awex: engine %s: %s", self.engine, error)
+                if isinstance(error, MetaServerError):
+                    self._trouble = str(error)
                 since = 0
                 await asyncio.sleep(_RETRY_S)
+
+    @property
+    def _watch_s(self) -> float:
+        """How long one question may stay open: with a limit on the lag, so short that silence is noticed in time."""
+        limit = self.config.max_lag_s
+        return min(_WATCH_S, limit / 3) if limit else _WATCH_S
+
+    def _note_contact(self, view: JobView) -> None:
+        """The meta server has answered: this engine is current, unless the job has a version that it has not."""
+        self._trouble = ""
+        if self.version >= _newest(view):
+            self._contact = time.monotonic()
 
     async def _step(self, view: JobView) -> None:
         seen = view.engines.get(self.engine)
@@ -185,13 +262,16 @@ class EngineController:
             await self._take_over(seen)
         if self.state == "ready" and (self._paused or self._took_over):
             # An update ended without, or a predecessor that was stopped came back and paused after all.
-            await self._resume()
-        told = seen is not None and seen.controller and (seen.state, seen.version) == (self.state, self.version)
+            await self._show_and_resume()
+        told = seen is not None and seen.controller and (seen.said, seen.version) == (self.state, self.version)
         refused_another = self.state == "refused" and _model_in(view) != self._prepared
         if seen is not None and seen.controller and not told and not refused_another:
             # An earlier word came late and took the place of the last one, or that one was lost.
             await self._set_state(self.state, self.reason)
         await self._prepare(view)
+        await self._heed_others(seen)
+        if seen is not None and seen.parked:
+            return  # whatever there is to receive waits until the weights are in memory again
         await self._lend(view)
         sync = view.sync
         if sync is None or sync.state != "open" or sync.version <= self.version:
@@ -202,9 +282,21 @@ class EngineController:
         if mine is not None and mine.outcome == "pending":
             await self._update(sync)
 
+    async def _heed_others(self, seen: EngineView | None) -> None:
+        """Notice what calls of the engine's own have made of its weights."""
+        as_committed = seen is None or (seen.state == seen.said and not seen.parked)
+        if self.state != "ready" or (as_committed and self._weights[0] == "held"):
+            return
+        self._weights = await self._host.weights()
+        if self.shown != "torn":
+            return
+        logger.error("awex: engine %s is torn: %s", self.engine, self._weights[1])
+        await self._set_state("torn", self._weights[1])
+        await self._within(_GRACE_S, self._host.fail_requests(), "the engine to end its requests")
+
     async def _take_over(self, seen: EngineView) -> None:
         """Go on with an engine whose controller fell silent, at whatever point."""
-        self.state, self.version, self.reason = seen.state, seen.version, seen.reason
+        self.state, self.version, self.reason = seen.said, seen.version, seen.reason
         self._inherits, self._took_over = False, True
         logger.info(
             "awex: engine %s: this process takes over; state %s, version %s", self.engine, self.state, self.version
@@ -212,7 +304,6 @@ class EngineController:
         if self.state == "updating":
             await self._set_state("torn", "the process that controlled this engine fell silent during an update")
         if self.state == "torn":
-            await self._within(_GRACE_S, self._host.pause(), "the engine to pause")
             await self._within(_GRACE_S, self._host.fail_requests(), "the engine to end its requests")
 
     # From engine to engine
@@ -230,7 +321,7 @@ class EngineController:
         ahead = [
             engine.version
             for engine in view.engines.values()
-            if engine.live and engine.state == "ready" and engine.version > self.version
+            if engine.live and engine.state == "ready" and self._wants(engine.version)
         ]
         if not ahead or not self.config.catch_up or self.state not in ("ready", "torn") or max(ahead) in self._given_up:
             return
@@ -246,6 +337,10 @@ class EngineController:
         if sync is not None:
             await self._update(sync)
 
+    def _wants(self, version: Version) -> bool:
+        """Whether another engine's version is of use here: a newer one, or when torn the same once more."""
+        return version > self.version or (self.state == "torn" and version == self.version > INITIAL)
+
     async def _repair(self, view: JobView) -> None:
         """Torn, and neither a trainer nor another engine to be repaired from: load the checkpoint that is named."""
         path = self.config.repair_checkpoint
@@ -260,7 +355,7 @@ class EngineController:
             return
         self.version, self._repaired = INITIAL, True
         await self._set_state("ready", f"repaired from {path}")
-        await self._resume()
+        await self._show_and_resume()
 
     def _wait_for_copy(self) -> SyncView | None:
         """The copy, once all workers of its source lend; None when it has ended before."""
@@ -276,11 +371,16 @@ class EngineController:
 
     async def _follow(self, view: JobView) -> None:
         """Another process controls this engine: show its state, stand ready to take over."""
-        seen = view.engines.get(self.engine)
-        if seen is not None and seen.instance == self._instance:  # and not one that had this name before
-            self.state, self.version, self.reason = seen.state, seen.version, seen.reason
+        seen = self._see(view)
         if seen is None or not seen.controller:
             await self._call(self._join)
+
+    def _see(self, view: JobView) -> EngineView | None:
+        """Take over what another process says of this engine."""
+        seen = view.engines.get(self.engine)
+        if seen is not None and seen.instance == self._instance:  # and not one that had this name before
+            self.state, self.version, self.reason = seen.said, seen.version, seen.reason
+        return seen
 
     async def _prepare(self, view: JobView) -> None:
         """Have the workers join, and trace when a trainer with another model appears."""
@@ -338,6 +438,10 @@ class EngineController:
             await self._within(limit_s, self._host.receive(sync.version), "the workers to receive a version")
             figures["update_s"] = time.perf_counter() - paused_at
             await self._commit(sync.version, figures, limit_s)
+        except Interrupted as error:  # by a call of the engine's own; nothing has been received
+            await self._set_state(self.state, self.reason)
+            await self._park(sync.version, str(error), limit_s)
+            return
         except Exception as error:
             if not self.elected or isinstance(error, Fenced):
                 self._paused = False  # by now the engine is another process's to look after
@@ -377,14 +481,28 @@ class EngineController:
             self.receiving = None
             figures["receive_s"] = time.perf_counter() - begun
 
+    async def _park(self, version: Version, reason: str, limit_s: float) -> None:
+        """A call of the engine's own came between. If it has put the weights away, the version waits for them."""
+        self._weights = await self._host.weights()
+        self._paused = False  # the host has not paused, or has undone it
+        if self._weights[0] == "released":
+            await self._report(version, "pending")
+        else:
+            await self._let_go(version, reason, limit_s)
+
     async def _let_go(self, version: Version, reason: str, limit_s: float) -> None:
         """A version failed before a live weight changed: the old one is served on."""
         await self._within(limit_s, self._host.release(), "the workers to let go of a version")
         await self._report(version, "failed", reason)
 
+    async def _show_and_resume(self) -> None:
+        """Go on at the version that is served, where it may be another one that was shown last."""
+        await self._within(_GRACE_S, self._host.show(str(self.version)), "the engine to show its version")
+        await self._resume()
+
     async def _resume(self) -> None:
-        """Resume at the version that is served; the loop tries again if this fails."""
-        await self._within(_GRACE_S, self._host.resume(self.version), "the engine to resume")
+        """Let the engine go on; the loop tries again if this fails."""
+        await self._within(_GRACE_S, self._host.resume(), "the engine to resume")
         self._paused = False
 
     async def _within(self, limit_s: float, call: Coroutine[Any, Any, None], what: str) -> None:
@@ -403,13 +521,21 @@ class EngineController:
         task.result()
 
     async def _commit(self, version: Version, figures: dict[str, float], limit_s: float) -> None:
-        failure = await self._call(lambda: self._await_workers(version, limit_s, "reported"))
+        failure, _ = await asyncio.gather(
+            self._call(lambda: self._await_workers(version, limit_s, "reported")),
+            self._within(limit_s, self._host.show(str(version)), "the engine to show its version"),
+        )
         if failure:
             raise TransferError(failure)
-        accepted, reason = await self._report(version, "committed", figures=figures)
-        if not accepted:
-            raise TransferError(f"version {version} was received but not committed: {reason}")
-        self.state, self.version, self.reason = "ready", version, ""
+        self._deciding.clear()
+        try:
+            accepted, reason = await self._report(version, "committed", figures=figures)
+            if not accepted:
+                raise TransferError(f"version {version} was received but not committed: {reason}")
+            self.state, self.version, self.reason = "ready", version, ""
+            self._weights, self._behind, self._contact = ("held", ""), None, time.monotonic()
+        finally:
+            self._deciding.set()
 
     async def _failure(self, version: Version) -> str:
         """Why the version has failed on this engine already; empty while it has not."""
@@ -477,6 +603,14 @@ class EngineController:
             except AwexError as error:
                 logger.info("awex: leaving the job: %s", error)
         self._client.close()
+
+
+def _newest(view: JobView) -> Version:
+    """The newest version that the job has had: one that some engine serves, or that was published to nobody."""
+    served = [engine.version for engine in view.engines.values()]
+    ended = [sync for sync in (view.sync, view.last) if sync is not None and sync.state == "done"]
+    # One whose ranks never came together was not published.
+    return max([INITIAL, *served, *(sync.version for sync in ended if sync.engines or not sync.reason)])
 
 
 def _model_in(view: JobView) -> str:

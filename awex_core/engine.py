@@ -7,6 +7,7 @@ are called by ``WeightReader``, in this order::
     begin() -> Memory              once per version, after ``trace``, before the first live byte changes
     finish() | abort()             once per version: after all bytes are verified, or after a failure
     lend() -> Memory               at any time between versions, after ``trace``
+    live() -> Memory | None        before and after a call of the engine's own that may change weights
 
 ``EngineHost`` is one engine, as its controller sees it: pausing, telling all
 workers, resuming. Its methods are called by ``EngineController``; see there.
@@ -14,7 +15,7 @@ workers, resuming. Its methods are called by ``EngineController``; see there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,7 @@ import torch
 
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
+from awex_core.meta.messages import WeightsState
 from awex_core.version import Version
 
 
@@ -34,6 +36,24 @@ class LoaderPathModule:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Tensors that no version brings or that go nowhere, by name, and the rule by which that is right."""
+
+    rule: str
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
+        return f"{', '.join(self.names[:3])}{more}: {self.rule}"
+
+
+def left_out(found: Mapping[str, str]) -> tuple[LeftOut, ...]:
+    """Names with their rule, by rule."""
+    rules = dict.fromkeys(found.values())
+    return tuple(LeftOut(rule, tuple(name for name in found if found[name] == rule)) for rule in rules)
+
+
 @dataclass(frozen=True)
 class TracedModel:
     """One worker's model, traced.
@@ -41,13 +61,15 @@ class TracedModel:
     ``layout`` describes where every piece of the checkpoint belongs, loader-path
     modules included (in memory that exists only during a sync: the buffers
     ``staged``). ``refreshed`` names modules that compute from a copy of their
-    weights and make it anew.
+    weights and make it anew. ``kept`` are parameters and persistent buffers of
+    the model that no version changes.
     """
 
     layout: Layout
     loader_path: tuple[LoaderPathModule, ...] = ()
     refreshed: tuple[str, ...] = ()
     staged: frozenset[int] = frozenset()
+    kept: tuple[LeftOut, ...] = ()
 
     @property
     def loader_path_nbytes(self) -> int:
@@ -79,8 +101,11 @@ class WorkerModel(Protocol):
     def lend(self) -> Memory:
         """The same memory outside an update, for others to read; nothing in it changes by that.
 
-        Called only when the traced model stages nothing.
+        Staged buffers, which exist only during one, are empty.
         """
+
+    def live(self) -> Memory | None:
+        """All that the engine computes with, each storage once; None if some of it is out of sight."""
 
     def finish(self) -> None:
         """All bytes are in place: finish loader-path modules and refresh what is derived from weights."""
@@ -105,7 +130,14 @@ class EngineHost(Protocol):
         """Have every worker plan and connect for ``version``. Requests keep running; workers report failures."""
 
     async def pause(self) -> None:
-        """Stop computing tokens; keep, or end, the requests in flight, as configured."""
+        """Stop computing tokens; keep, or end, the requests in flight, as configured.
+
+        From here until ``resume`` calls of the engine's own that touch weights or the scheduler wait. What was paused
+        before is remembered.
+
+        Raises:
+            Interrupted: the weights are not in memory, or such a call has come since ``connect``. Nothing is paused.
+        """
 
     async def prefetch(self, version: Version) -> None:
         """After ``connect``, in shadow mode: have every worker begin to receive into its second buffer.
@@ -125,8 +157,14 @@ class EngineHost(Protocol):
     async def repair(self) -> None:
         """While torn: have every worker load the checkpoint that is configured for that."""
 
-    async def resume(self, version: Version) -> None:
-        """Make ``version`` visible, make sure that nothing cached under another is used, and go on."""
+    async def show(self, version: str) -> None:
+        """While paused: have clients who ask be told that the engine serves ``version``."""
+
+    async def resume(self) -> None:
+        """Make sure that nothing cached under another version is used, and go on as before ``pause``."""
+
+    async def weights(self) -> tuple[WeightsState, str]:
+        """What the workers' memory is by the engine's own account, and which call has made it that."""
 
     async def fail_requests(self) -> None:
-        """The weights are torn: end every request in flight with an error, and stay paused."""
+        """The weights are torn: pause unless paused, end every request in flight with an error, and show no version."""

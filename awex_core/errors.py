@@ -6,6 +6,7 @@
     │   └── TraceError       a loader did something that cannot be traced
     ├── PlanError            the two sides do not fit together; lists the pieces that do not
     ├── TransferError        bytes could not be moved; names the peer
+    ├── Interrupted          a call of the engine's own came between; nothing of the version was received
     ├── VerifyError          the bytes that arrived are not the bytes that were sent
     ├── MetaServerError      the meta server refused a request, or could not be reached
     │   ├── Refused          the request cannot be granted; its code says of which kind
@@ -56,6 +57,10 @@ class PlanError(AwexError, ValueError):
 
 class TransferError(AwexError, RuntimeError):
     """Bytes could not be moved to or from a peer; the message names the peer."""
+
+
+class Interrupted(AwexError, RuntimeError):
+    """A call of the engine's own came between, or has put the weights away; nothing of the version was received."""
 
 
 class VerifyError(AwexError, RuntimeError):

@@ -8,6 +8,8 @@ the copy before the first weight changes, and the other engine does not commit i
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -16,7 +18,7 @@ from awex_core.config import SyncConfig
 from awex_core.errors import AwexError, TransferError
 from awex_core.layout.live import Memory
 from awex_core.meta.client import MetaClient
-from awex_core.meta.messages import CopyView, JobView, Resend, WorkerInfo, WriterInfo
+from awex_core.meta.messages import CopyView, JobView, Resend, SyncView, WorkerInfo, WriterInfo
 from awex_core.plan import SourceIndex, index_sources
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced, sources_of
 from awex_core.transfer.base import Deadline, Progress
@@ -38,6 +40,9 @@ class Lender:
         layouts: LayoutCache,
         client: MetaClient,
         config: SyncConfig,
+        *,
+        reading: Callable[[], AbstractContextManager[None]],
+        prove: Callable[[], None],
     ) -> None:
         """Nothing happens before ``run``.
 
@@ -49,8 +54,12 @@ class Lender:
             layouts: shared with the reader.
             client: of the meta server.
             config: the settings.
+            reading: within, the weights stay what they are; raises if they are not what was committed.
+            prove: raises if they are not, whatever has been said of them.
         """
         self._target, self._worker, self._memory = target, worker, memory
+        self._reading, self._prove = reading, prove
+        self._session: WriterSession | None = None
         self._layouts, self._client, self._config = layouts, client, config
         self._export = export_memory(memory)
         if self._export is not None:  # not in ``run``, which might begin after ``let_go``
@@ -61,6 +70,8 @@ class Lender:
         copy: CopyView | None = None
         try:
             copy = self._copy(self._client.watch())
+            with self._reading():
+                self._prove()  # once more when all has been read; but now the other engine loses nothing
             self._serve(copy)
         except Exception as error:
             logger.exception("awex: worker %d could not lend to engine %s", self._worker.rank, self._target)
@@ -71,6 +82,12 @@ class Lender:
         """The weights are about to change."""
         if self._export is not None:
             self._export.let_go()
+
+    def stop(self) -> None:
+        """From another thread: end what is being sent, soon."""
+        self.let_go()
+        if self._session is not None:
+            self._session.abort()
 
     def _copy(self, view: JobView) -> CopyView:
         copy = view.copies.get(self._target)
@@ -102,7 +119,7 @@ class Lender:
             copy_key(copy),
             sources_of(copy.lenders),
         )
-        session = WriterSession(
+        self._session = session = WriterSession(
             key,
             worker.rank,
             copy.lenders,
@@ -115,11 +132,16 @@ class Lender:
             deadline,
         )
         try:
-            session.send(Progress(), deadline)
-            self._publish_digests(copy, workers, sources)
+            with self._reading():
+                session.send(Progress(), deadline)
+                digests = self._digests(copy.sync, workers, sources)
+                self._prove()  # after the digests: they are those of what was committed
+            if digests:
+                self._client.publish_digest(incarnation, copy.sync.version, digests, target=self._target)
             served = 0
             while (resend := self._next_resend(copy.number, served, deadline)) is not None:
-                session.send_again(resend, deadline)
+                with self._reading():
+                    session.send_again(resend, deadline)
                 served += 1
         finally:
             session.close()
@@ -140,10 +162,10 @@ class Lender:
         what = f"engine {self._target} to trace its model"
         return self._client.wait_for(ready, timeout_s=deadline.remaining(what), what=what)
 
-    def _publish_digests(self, copy: CopyView, workers: list[WorkerInfo], sources: SourceIndex) -> None:
-        sync = copy.sync
+    def _digests(self, sync: SyncView, workers: list[WorkerInfo], sources: SourceIndex) -> dict[str, bytes]:
+        """This worker's share of the digests, by layout; none if nothing is verified."""
         if sync.verify == "off":
-            return
+            return {}
         digests = {}
         for name in {worker.layout for worker in workers}:
             layout = self._layouts.get(name)
@@ -152,8 +174,7 @@ class Lender:
                 digests[name] = pack_lanes(
                     partial_digest(program, layout, self._memory, sync.verify, sync.version.number)
                 )
-        incarnation = self._worker.process.incarnation
-        self._client.publish_digest(incarnation, sync.version, digests, target=self._target)
+        return digests
 
     def _next_resend(self, number: int, served: int, deadline: Deadline) -> Resend | None:
         """What the engine wants once more, after ``served`` such requests; None when the copy is over."""

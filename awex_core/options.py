@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from awex_core.checkpoint import read_headers
-from awex_core.commit.modes import ReceiveMode
+from awex_core.commit.modes import ReceiveMode, StartMode
 from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
 from awex_core.meta.client import MetaClient
@@ -32,11 +32,16 @@ _ENV = {
     "weight_sync_receive": "AWEX_RECEIVE",
     "weight_sync_repair_checkpoint": "AWEX_REPAIR_CHECKPOINT",
     "weight_sync_require_version": "AWEX_REQUIRE_VERSION",
+    "weight_sync_start": "AWEX_START",
+    "weight_sync_max_lag": "AWEX_MAX_LAG",
 }
 """Flag -> variable."""
 
 
 _INSTANCE = "AWEX_ENGINE_INSTANCE"
+
+COMMAND_KEY = "AWEX_COMMAND_KEY"
+"""Variable with a secret of one engine's processes: the ways that our commands travel are open to its clients too."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,20 @@ def add_flags(parser: Any, backend_action: str | type[argparse.Action] = "store"
         default=None,
         help="answer 503 until the trainer has published a version (always so with dummy weights)",
     )
+    group.add_argument(
+        "--weight-sync-start",
+        choices=get_args(StartMode),
+        default=None,
+        help="when the job has a version already: answer 503 until this engine has caught up (closed, the default), or "
+        "serve what it was started on until then (open)",
+    )
+    group.add_argument(
+        "--weight-sync-max-lag",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="answer 503 once this engine has been behind for so long, or could not learn whether it is",
+    )
 
 
 def read_flags(args: argparse.Namespace) -> bool:
@@ -165,6 +184,14 @@ def _draw_instance(starts: bool) -> None:
     pid, _, _ = os.environ.get(_INSTANCE, "").partition("-")
     if starts or pid not in (str(os.getpid()), str(os.getppid())):
         os.environ[_INSTANCE] = f"{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def make_command_key() -> None:
+    """Before the engine's other processes are started: let them know our commands from requests of clients.
+
+    API servers read the flags once each, and are all of one engine: what their parent has drawn stays.
+    """
+    os.environ.setdefault(COMMAND_KEY, secrets.token_hex(16))
 
 
 def check_meta_server() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from awex_core import stacks
@@ -47,7 +49,9 @@ from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_manifest, encode_layout
 from awex_core.lender import Lender, copy_key
 from awex_core.meta.client import LeaseKeeper, MetaClient
-from awex_core.meta.messages import EngineView, JobView, SyncView, WorkerInfo, WriterInfo
+from awex_core.meta.limits import MAX_TEXT
+from awex_core.meta.messages import EngineView, JobView, SyncView, WeightsState, WorkerInfo, WriterInfo
+from awex_core.ownership import Ownership
 from awex_core.plan import CopyProgram, SourceIndex, check_precision, index_sources
 from awex_core.process import this_process
 from awex_core.session import (
@@ -79,6 +83,9 @@ _LENDING_S = 5.0
 _SIBLINGS_S = 5.0
 """How long joining waits for the engine's other workers to have traced."""
 
+_TELL_S = 3.0
+"""How long a call of the engine's own waits until the meta server knows of it; it is told again with the next lease."""
+
 _ABANDONED_S = 5.0
 """How long a version waits for the thread that still receives one before it, which has failed."""
 
@@ -90,6 +97,15 @@ class _Update:
     sync: SyncView
     writers: Sequence[WriterInfo]
     copy: str
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """The digest of a version, and which tensors took part in it."""
+
+    version: Version
+    lanes: Lanes
+    only: npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -110,6 +126,7 @@ class _Attempt:
     """Wanted as well: the engine is paused for it."""
     pieces: Pieces | None = None
     """In shadow mode: what becomes live once it is received."""
+    verified: _Verified | None = None
 
 
 class WeightReader:
@@ -153,12 +170,17 @@ class WeightReader:
         self._layouts = LayoutCache(self._client)
         self._traced: tuple[str, TracedModel] | None = None
         self._held: CopyProgram | None = None
+        self._held_live: CopyProgram | None = None
         self._session: ReaderSession | None = None
         self._attempt: _Attempt | None = None
         self._shadow: Shadow | None = None
         self._prefetching: threading.Thread | None = None
         self._lender: Lender | None = None
         self._lending: threading.Thread | None = None
+        self._telling = threading.Lock()
+        self._committed: _Verified | None = None
+        """What live memory was when it was last committed, as far as it was verified."""
+        self.ownership = Ownership(model, self._tell_weights)
 
     @property
     def traced(self) -> TracedModel | None:
@@ -192,13 +214,77 @@ class WeightReader:
         if self._lending is not None and self._lending.is_alive():
             raise TransferError(f"worker {self._info.rank} of engine {self.engine} still lends to another engine")
         traced = self.traced
-        if traced is None or traced.staged:
-            raise TransferError(f"worker {self._info.rank} of engine {self.engine} has nothing to lend")
+        if traced is None or traced.staged or self.ownership.state != "held":
+            reason = f": {self.ownership.reason}" if self.ownership.reason else ""
+            raise TransferError(f"worker {self._info.rank} of engine {self.engine} has nothing to lend{reason}")
         self._lender = Lender(
-            target, self._info, self.model.lend(), self.version, self._layouts, self._client, self.config
+            target,
+            self._info,
+            self.model.lend(),
+            self.version,
+            self._layouts,
+            self._client,
+            self.config,
+            reading=self.ownership.reading,
+            prove=self._prove_held,
         )
         self._lending = threading.Thread(target=self._lender.run, name="awex-lender", daemon=True)
         self._lending.start()
+
+    def _prove_held(self) -> None:
+        """Make sure that what lies in live memory is what was committed, as far as that was verified.
+
+        Raises:
+            VerifyError: it is something else by now; names the tensors.
+        """
+        committed, traced = self._committed, self.traced
+        if committed is None or traced is None or committed.version != self.version:
+            return
+        tensors = traced.layout.tensors
+        found = self._digest_live(traced, committed.only)
+        wrong = differing_lanes(committed.lanes, found)
+        if wrong:
+            self.ownership.distrust("its weights are not those that were committed; nobody has said who changed them")
+            names = names_in_lanes(wrong, tensors, committed.only)
+            summary = f"worker {self._info.rank} of engine {self.engine} does not hold {self.version} any more, among"
+            raise VerifyError(list_faults(summary, names))
+
+    # Other callers: what the engine's own calls do to the weights
+
+    def begin_foreign(self, call: str) -> None:
+        """A call of the engine's own is about to be made that may change or move the weights.
+
+        Raises:
+            TransferError: another engine still reads them, so that the call must not be made yet.
+        """
+        self._stop_lending()
+        self.ownership.begin(call)
+
+    def quiet(self) -> None:
+        """Have nobody read the weights any more; errors as ``begin_foreign``, which makes sure of it once more."""
+        self._stop_lending()
+        self.ownership.quiet("a call of the engine's own")
+
+    def _stop_lending(self) -> None:
+        if self._lender is not None:
+            self._lender.stop()
+
+    def end_foreign(self, call: str, *, released: bool = False, lost: str = "", sure: bool = False) -> WeightsState:
+        """That call is over, see ``Ownership.end``; returns what the weights are now."""
+        self.ownership.end(call, released=released, lost=lost, sure=sure)
+        attempt = self._attempt
+        if self.ownership.stale and attempt is not None and not attempt.failure:
+            self._fail(attempt, TransferError(f"it was not received: {self.ownership.reason}"))
+        return self.ownership.state
+
+    def _tell_weights(self, state: WeightsState, reason: str, void: bool) -> None:
+        what: dict[str, Any] = {"weights": state, "weights_reason": reason[:MAX_TEXT]}
+        if void:  # so that every session with this engine is made anew
+            what |= {"layout": "", "manifest": ""}
+        try:
+            self._tell(timeout_s=_TELL_S, **what)
+        except AwexError as error:  # told again when the lease is renewed
+            logger.warning("awex: worker %d of engine %s: %s", self._info.rank, self.engine, error)
 
     # Preparing: needs the trainer, not a version. Requests keep running.
 
@@ -230,6 +316,9 @@ class WeightReader:
         self._tell(layout="", manifest=manifest, reason=reason)
 
     def _trace(self, name: str) -> TracedModel:
+        if self.ownership.stale:  # somebody else had the memory: what was found there may lie elsewhere
+            self._close_session()
+            self._traced, self.ownership.stale = None, False
         if self._traced is None or self._traced[0] != name:
             manifest = decode_manifest(self._client.get_blob(name))
             begun = time.perf_counter()
@@ -238,7 +327,9 @@ class WeightReader:
             self._shadow = None  # frees another model's before this one's is made
             self._shadow = self._make_shadow(traced)
             self._traced, self._held = (name, traced), held_plan(traced.layout)
-        if self._info.manifest != name or self._info.reason:  # another trainer's model may have come between
+            # Another one where both buffers are digested: on a GPU, a program keeps the table of one memory.
+            self._held_live = self._held if self._shadow is None else held_plan(traced.layout)
+        if (self._info.manifest, self._info.reason) != (name, ""):  # another trainer's model may have come between
             layout, replaced = self._traced[1].layout, [module.name for module in self._traced[1].loader_path]
             self._join_with(layout, manifest=name, reason="", replaced=replaced, shadow=self._shadow is not None)
         return self._traced[1]
@@ -259,9 +350,10 @@ class WeightReader:
             logger.warning("awex: worker %d: versions are received in place: %s", self._info.rank, error)
             return None
 
-    def _tell(self, **what: Any) -> None:
-        self._info = msgspec.structs.replace(self._info, told=self._info.told + 1, **what)
-        self._client.join_worker(self._info)
+    def _tell(self, timeout_s: float | None = None, **what: Any) -> None:
+        with self._telling:  # the thread that lends tells, too
+            self._info = msgspec.structs.replace(self._info, told=self._info.told + 1, **what)
+            self._client.join_worker(self._info, timeout_s=timeout_s)
 
     def _sources(self, writers: Sequence[WriterInfo]) -> SourceIndex:
         return index_sources([self._layouts.get(writer.layout) for writer in writers])
@@ -310,6 +402,10 @@ class WeightReader:
             logger.info("%s", list_faults("awex: received aside and finished by the engine:", reasons))
         if traced.refreshed:
             logger.info("%s", list_faults("awex: received in place, and copies of it made anew:", traced.refreshed))
+        if traced.kept:
+            logger.info(
+                "%s", list_faults("awex: kept by the engine, since no version has them:", list(map(str, traced.kept)))
+            )
 
     # Repairing, while the engine is torn and paused
 
@@ -331,8 +427,7 @@ class WeightReader:
             self.model.abort()
             raise
         self.version = INITIAL
-        if self._shadow is not None:
-            self._shadow.holds = None
+        self.ownership.received()
 
     # One version. A failure is raised without a controller; with one it is reported
     # to the meta server, which tells the controller, and the engine's call returns.
@@ -343,6 +438,8 @@ class WeightReader:
         Raises:
             AwexError: (only without a controller) what went wrong, naming the peer.
         """
+        if self._attempt is not None and self._attempt.version == version and not self._attempt.failure:
+            return  # the engine was put to sleep and has awoken; what has arrived meanwhile stays
         self._attempt = None
         # A controller calls once it has seen the version; only without one is there anything to wait for.
         deadline = Deadline.after(_SEEN_S if self.controlled else self.config.sync_timeout_s)
@@ -373,7 +470,7 @@ class WeightReader:
         the engine has no second buffer: then all receive in place.
         """
         attempt = self._attempt
-        if attempt is not None and not attempt.failure:
+        if attempt is not None and not attempt.failure and self._prefetching is None:
             self._prefetching = threading.Thread(
                 target=self._prefetch, args=(attempt,), name="awex-prefetch", daemon=True
             )
@@ -457,10 +554,7 @@ class WeightReader:
         session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
         begun = time.perf_counter()
         shadow = self._shadow
-        if shadow is not None:
-            memory, shadow.holds = shadow.memory, None
-        else:
-            memory = self._begin()
+        memory = shadow.memory if shadow is not None else self._begin()
         session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
         if shadow is None:
             write_constants(traced, memory)
@@ -468,7 +562,6 @@ class WeightReader:
         verified = self._verify(sync, attempt, traced, session, memory)
         session.check_held(attempt.version.number)
         if shadow is not None:
-            shadow.holds = attempt.version
             attempt.figures["shadow_nbytes"] = float(shadow.nbytes)
         attempt.figures |= {
             "verified_nbytes": float(verified),
@@ -483,6 +576,9 @@ class WeightReader:
         """The live memory, which changes from now on: whoever still pulls from it is to know."""
         if self._lender is not None:
             self._lender.let_go()
+        if self.ownership.state == "released":
+            raise TransferError(f"the weights are not in memory: {self.ownership.reason}")
+        self._committed = None
         return self.model.begin()
 
     def _changed(self, sync: SyncView) -> list[str]:
@@ -493,14 +589,10 @@ class WeightReader:
         """
         if not sync.engines[self.engine].partial:
             return []
-        if self.version != sync.base:
+        if self.version != sync.base or self.ownership.state not in ("held", "released"):
+            holds = self.ownership.reason or self.version
             raise TransferError(
-                f"version {sync.version} is a partial update of {sync.base}, but this worker holds {self.version}"
-            )
-        if self._shadow is not None and self._shadow.holds != sync.base:
-            raise TransferError(
-                f"version {sync.version} is a partial update of {sync.base}, but this worker's second buffer holds "
-                f"{self._shadow.holds or 'parts of a version that failed'}"
+                f"version {sync.version} is a partial update of {sync.base}, but this worker holds {holds}"
             )
         return sync.only
 
@@ -576,7 +668,13 @@ class WeightReader:
         expected = empty_lanes() if mode == "off" else self._expected_digest(attempt, len(session.programs))
 
         def differing() -> set[int]:
-            return differing_lanes(expected, digest_program(held, tensors, memory, "dst", only=only))
+            arrived = attempt.pieces.tensors if attempt.only and attempt.pieces is not None else None
+            if arrived is None:
+                return differing_lanes(expected, digest_program(held, tensors, memory, "dst", only=only))
+            # What does not come stays as it is in live memory, so that is where it is looked at.
+            found = digest_program(held, tensors, memory, "dst", only=only & arrived)
+            with self.ownership.reading():
+                return differing_lanes(expected, sum_lanes([found, self._digest_live(traced, only & ~arrived)]))
 
         wrong = differing()
         suspects = wrong | lanes_of(itertools.chain(*(damage.tensors for damage in damaged)), len(tensors))
@@ -590,7 +688,15 @@ class WeightReader:
                 f"{attempt.figures['repulled_nbytes']:.0f} bytes were received once more, among"
             )
             raise VerifyError(list_faults(summary, names))
+        if mode != "off":
+            attempt.verified = _Verified(sync.version, expected, only)
         return int((traced.layout.volume * traced.layout.itemsize)[only[traced.layout.tensor]].sum())
+
+    def _digest_live(self, traced: TracedModel, only: npt.NDArray[np.bool_]) -> Lanes:
+        """The digest of live memory, while nothing is being received into it."""
+        if self._held_live is None:
+            raise TransferError("this worker has not traced its model")
+        return digest_program(self._held_live, traced.layout.tensors, self.model.lend(), "dst", only=only)
 
     def _receive_again(
         self, attempt: _Attempt, traced: TracedModel, session: ReaderSession, memory: Memory, lanes: list[int]
@@ -667,6 +773,8 @@ class WeightReader:
                 raise
             return
         attempt.figures["post_load_s"] = time.perf_counter() - begun
+        self._committed = attempt.verified
+        self.ownership.received()
         if self._session is not None and self._session.passing:
             self._close_session()
         self._report(attempt)
@@ -771,4 +879,4 @@ def write_constants(traced: TracedModel, memory: Memory) -> None:
         dtype = getattr(torch, constant.dtype)
         view = memory.view(constant.buffer, constant.offset, constant.extent, constant.stride, dtype)
         value = torch.frombuffer(bytearray(constant.value), dtype=dtype)
-        view.copy_(value.to(view.device).expand(view.shape))
+        view.copy_(value.to(view.device).reshape(()))

@@ -33,6 +33,7 @@ from awex_core.plan import (
     CopyProgram,
     CopyTable,
     SourceIndex,
+    destination_faults,
     lower_copies,
     plan_copies,
     select_tensors,
@@ -170,11 +171,20 @@ def plan_for_worker(
 
 
 def check_complete(sources: SourceIndex, layouts: Sequence[Layout], engine: str) -> None:
-    """Raise ``PlanError`` when an engine's workers together have no place for some of the trainer's elements."""
+    """Raise ``PlanError`` when an engine cannot hold the trainer's model.
+
+    Its workers together have no place for some of the elements, or one place for two of them.
+    """
+    shared = [*sources.faults]
+    for rank, layout in enumerate(layouts):
+        shared += destination_faults(sources.layouts, layout, rank)
+    if shared:
+        raise PlanError(f"engine {engine} cannot hold the trainer's model: memory is shared", shared)
     unused = unused_tensors(sources, layouts)
     if unused:
         raise PlanError(
-            f"engine {engine} has no place for all of {len(unused)} tensor(s) of the trainer; are the two one model?",
+            f"engine {engine} has no place for all of {len(unused)} tensor(s) of the trainer; are the two one model, "
+            "with as many layers and the same tie_word_embeddings?",
             unused,
         )
 

@@ -19,19 +19,22 @@ from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory, allocate
 from awex_core.plan import matching_names
-from awex_core.version import Version
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What is copied: byte ranges ``(buffer, begin, end)`` without a gap, and rows of the layout that have gaps."""
+    """What is copied: byte ranges ``(buffer, begin, end)`` without a gap, and rows of the layout that have gaps.
+
+    ``tensors`` says of each of the layout's tensors whether it is among them.
+    """
 
     ranges: tuple[tuple[int, int, int], ...]
     strided: tuple[int, ...]
+    tensors: npt.NDArray[np.bool_]
 
 
 class Shadow:
-    """The memory of one worker's second buffer. ``holds`` is the version that all of it is; None while it is mixed."""
+    """The memory of one worker's second buffer."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         """Allocate it.
@@ -46,7 +49,6 @@ class Shadow:
                 f"shadow mode needs a second buffer of {error}; leave more memory free, or set "
                 "AWEX_SHADOW_FALLBACK=in_place"
             ) from error
-        self.holds: Version | None = None
         self._layout = layout
         self._selected: tuple[tuple[tuple[str, ...], ...], Pieces] | None = None
         if device.type == "cuda":
@@ -73,7 +75,7 @@ class Shadow:
         layout = self._layout
         rows = np.flatnonzero(chosen[layout.tensor] & (layout.volume > 0))
         dense = self._span[rows] == (layout.volume * layout.itemsize)[rows]
-        return Pieces(tuple(self._ranges(rows[dense])), tuple(rows[~dense].tolist()))
+        return Pieces(tuple(self._ranges(rows[dense])), tuple(rows[~dense].tolist()), chosen)
 
     def copy_to(self, live: Memory, pieces: Pieces) -> None:
         """Copy some pieces to their places in ``live``, and wait until they are there."""

@@ -23,8 +23,9 @@ from awex_core.checkpoint import Checkpoint
 from awex_core.config import SyncConfig
 from awex_core.errors import AwexError, ConfigError, LayoutError, SyncTimeout, list_faults
 from awex_core.layout.layout import CanonicalTensor, Layout, same_parts
-from awex_core.layout.live import OFFLOADED, Held, Memory, Place
+from awex_core.layout.live import OFFLOADED, Held, Memory, TensorPlace
 from awex_core.layout.wire import decode_layout, decode_manifest, encode_layout, encode_manifest
+from awex_core.plan import check_distinct
 from awex_core.quantize import BlockFormat, BlockQuantizer
 from awex_core.snapshot import PendingSync
 from awex_core.writer import SyncResult, WeightWriter
@@ -109,6 +110,7 @@ def connect(
         checkpoint = Checkpoint.read(hf_config)
         form = _block_format(quantize, checkpoint)
         mine = describe(checkpoint)
+        check_distinct(mine.layout)
     except AwexError as error:
         with contextlib.suppress(LayoutError):
             share(fault=str(error))  # the other ranks must not wait for this one
@@ -224,11 +226,11 @@ class Places:
             self._held, self._places = (self._held[0] if layout == self._held[0] else layout, memory), now
         return self._held
 
-    def _now(self) -> dict[str, Place]:
-        return {name: Place.of(tensor) for name, tensor in self._named()}
+    def _now(self) -> dict[str, TensorPlace]:
+        return {name: TensorPlace.of(tensor) for name, tensor in self._named()}
 
 
-def _changes(before: Mapping[str, Place], now: Mapping[str, Place]) -> Iterator[str]:
+def _changes(before: Mapping[str, TensorPlace], now: Mapping[str, TensorPlace]) -> Iterator[str]:
     """What cannot be followed, by the parameter's name; that it lies elsewhere can."""
     for name in sorted(before.keys() - now.keys()):
         yield f"{name}: it is no longer part of the model; attach again after the last change to it"

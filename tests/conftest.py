@@ -10,20 +10,14 @@ import hypothesis
 import pytest
 
 from tests import leftovers
+from tests.support.environment import ENVIRONMENT
 
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 NO_GPU = "no GPU"
 LEFTOVER_GRACE_S = 10.0
 
-# Set before anything imports an engine. Models are made here, never fetched.
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    TRANSFORMERS_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    DO_NOT_TRACK="1",
-    TOKENIZERS_PARALLELISM="false",
-    AWEX_LAYOUT_CACHE="off",  # a test must not depend on those before it
-)
+# AWEX_LAYOUT_CACHE: a test must not depend on those before it.
+os.environ.update(ENVIRONMENT, AWEX_LAYOUT_CACHE="off")
 
 # Machines that run tests are shared and slow: time is limited per test, never per example.
 hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
@@ -33,7 +27,19 @@ hypothesis.settings.load_profile("ci" if IN_CI else "local")
 RUN = leftovers.mark_this_run()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip_without_gpus(items)
+    if hasattr(config, "workerinput"):
+        items.sort(key=_when_among_workers)
+
+
+def _when_among_workers(item: pytest.Item) -> int:
+    """What takes long goes first, so that no worker ends long after the others. Files stay whole."""
+    folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
+    return ["e2e", "plugins", "core"].index(folder) if folder in ("e2e", "plugins", "core") else 3
+
+
+def _skip_without_gpus(items: list[pytest.Item]) -> None:
     """Skip tests that ask for more GPUs than there are; torch is asked only if some test does."""
     wanting = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
     if not wanting:
@@ -74,6 +80,8 @@ def _fail_silent_skip(report):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a run that leaves processes behind, name them and end them."""
+    if hasattr(session.config, "workerinput"):
+        return  # the process that started the workers sees what all of them leave
     deadline = time.monotonic() + LEFTOVER_GRACE_S
     while (left := leftovers.find(RUN)) and time.monotonic() < deadline:
         time.sleep(0.2)

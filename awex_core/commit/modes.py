@@ -15,6 +15,9 @@ ReceiveMode = Literal["in_place", "shadow"]
 ShadowFallback = Literal["error", "in_place"]
 """What becomes of ``shadow`` where there is no memory for the second buffer."""
 
+StartMode = Literal["closed", "open"]
+"""Whether an engine that joins a job with a version serves what it was started on until it has caught up."""
+
 SnapshotMode = Literal["wait", "replace"]
 """What a newer version does with the copy that engines still need: wait for it, or replace it where none has begun."""
 

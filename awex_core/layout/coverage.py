@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from awex_core.layout.dtypes import ITEMSIZE, dtype_code
-from awex_core.layout.layout import IntArray, Layout, memory_bounds
+from awex_core.layout.layout import Constant, IntArray, Layout, Shard, memory_bounds
+
+ByteRuns = tuple[IntArray, IntArray]
+"""Begins and ends of contiguous byte runs, unsorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ def memory_overlaps(layout: Layout) -> list[tuple[int, int]]:
     low, high = memory_bounds(layout.offset, layout.extent, layout.stride, layout.itemsize)
     pairs: set[tuple[int, int]] = set()
     for rows in _clusters(layout.buffer, low, high, _folds_back(layout)):
-        begin, end, owner = runs(layout, rows)
+        begin, end, owner = _runs_of_rows(layout, rows)
         order = np.argsort(begin, kind="stable")
         begin, end, owner = begin[order], end[order], owner[order]
         furthest = np.maximum.accumulate(end)
@@ -69,19 +72,19 @@ def _clusters(
         yield order[starts[k] : starts[k + 1]]
 
 
-def runs(layout: Layout, rows: npt.NDArray[np.intp]) -> tuple[IntArray, IntArray, IntArray]:
+def _runs_of_rows(layout: Layout, rows: npt.NDArray[np.intp]) -> tuple[IntArray, IntArray, IntArray]:
     """The contiguous byte runs of some shards: begins, ends and the shard row each belongs to."""
     parts = [_shard_runs(layout, int(row)) for row in rows]
     owner = np.repeat(np.asarray(rows, dtype=np.int64), [len(part[0]) for part in parts])
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), owner
 
 
-def _shard_runs(layout: Layout, row: int) -> tuple[IntArray, IntArray]:
+def _shard_runs(layout: Layout, row: int) -> ByteRuns:
     return strided_runs(int(layout.offset[row]), layout.extent[row], layout.stride[row], int(layout.itemsize[row]))
 
 
-def strided_runs(offset: int, extent: IntArray, stride: IntArray, itemsize: int) -> tuple[IntArray, IntArray]:
-    """Begins and ends of the contiguous byte runs of one strided box, unsorted."""
+def strided_runs(offset: int, extent: IntArray, stride: IntArray, itemsize: int) -> ByteRuns:
+    """The contiguous byte runs of one strided box."""
     order = np.argsort(np.abs(stride), kind="stable")
     length = itemsize
     outer: list[int] = []
@@ -100,33 +103,82 @@ def strided_runs(offset: int, extent: IntArray, stride: IntArray, itemsize: int)
     return begin, begin + length
 
 
-def memory_gaps(layout: Layout) -> list[Gap]:
-    """Bytes of the layout's buffers that neither a shard nor a constant covers, in order."""
-    begins: dict[int, list[IntArray]] = {}
-    ends: dict[int, list[IntArray]] = {}
-    for row in range(len(layout)):
-        _append(begins, ends, int(layout.buffer[row]), _shard_runs(layout, row))
-    for constant in layout.constants:
-        piece = strided_runs(
-            constant.offset,
-            np.asarray(constant.extent, dtype=np.int64),
-            np.asarray(constant.stride, dtype=np.int64),
-            ITEMSIZE[dtype_code(constant.dtype)],
-        )
-        _append(begins, ends, constant.buffer, piece)
+def runs_meet(runs: ByteRuns) -> bool:
+    """Whether two of some runs share a byte."""
+    order = np.argsort(runs[0], kind="stable")
+    begin, end = runs[0][order], runs[1][order]
+    return len(order) > 1 and bool((begin[1:] < np.maximum.accumulate(end)[:-1]).any())
+
+
+def constant_conflicts(layout: Layout) -> Iterator[tuple[Constant, Shard | Constant]]:
+    """Constants that share bytes with a shard, or with a constant of another value; each with the first such."""
+    for buffer in sorted({constant.buffer for constant in layout.constants}):
+        constants = [constant for constant in layout.constants if constant.buffer == buffer]
+        shards = [layout.shard(int(row)) for row in np.flatnonzero(layout.buffer == buffer)]
+        both: list[Constant | Shard] = [*constants, *shards]
+        pieces = [(piece, piece_runs(piece)) for piece in both]
+        if not runs_meet(join_runs(runs for _, runs in pieces)):
+            continue
+        for index, constant in enumerate(constants):
+            mine = pieces[index][1]
+            for other, theirs in pieces[index + 1 :]:
+                alike = isinstance(other, Constant) and (other.value, other.dtype) == (constant.value, constant.dtype)
+                if not alike and len(subtract_runs(mine, subtract_runs(mine, theirs))[0]):
+                    yield constant, other
+                    break
+
+
+def join_runs(parts: Iterable[ByteRuns]) -> ByteRuns:
+    """All runs of several; they may overlap."""
+    begins, ends = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    for begin, end in parts:
+        begins.append(begin)
+        ends.append(end)
+    return np.concatenate(begins), np.concatenate(ends)
+
+
+def subtract_runs(runs: ByteRuns, others: ByteRuns) -> ByteRuns:
+    """The bytes of ``runs`` that are in none of ``others``, as few sorted runs; either may overlap itself."""
+    edges = np.unique(np.concatenate([*runs, *others]))
+    inside = (_depth(edges, runs) > 0) & (_depth(edges, others) == 0)
+    change = np.diff(inside.astype(np.int8), prepend=0)
+    return edges[change == 1], edges[change == -1]
+
+
+def _depth(edges: IntArray, runs: ByteRuns) -> IntArray:
+    """How many runs each interval between two edges lies in; the last interval, in none, included."""
+    steps = np.zeros(len(edges), dtype=np.int64)
+    np.add.at(steps, np.searchsorted(edges, runs[0]), 1)
+    np.add.at(steps, np.searchsorted(edges, runs[1]), -1)
+    return np.cumsum(steps)
+
+
+def memory_gaps(layout: Layout, extra: Mapping[int, Sequence[ByteRuns]] | None = None) -> list[Gap]:
+    """Bytes of the layout's buffers that neither a shard nor a constant covers, nor ``extra`` of a buffer; in order."""
+    covered = runs_by_buffer(layout)
+    for index, runs in (extra or {}).items():
+        covered.setdefault(index, []).extend(runs)
     gaps = []
     for index, buffer in enumerate(layout.buffers):
-        begin = np.concatenate(begins.get(index, [np.empty(0, dtype=np.int64)]))
-        end = np.concatenate(ends.get(index, [np.empty(0, dtype=np.int64)]))
+        begin, end = join_runs(covered.get(index, ()))
         gaps += [Gap(index, start, stop) for start, stop in _holes(begin, end, buffer.nbytes)]
     return gaps
 
 
-def _append(
-    begins: dict[int, list[IntArray]], ends: dict[int, list[IntArray]], buffer: int, piece: tuple[IntArray, IntArray]
-) -> None:
-    begins.setdefault(buffer, []).append(piece[0])
-    ends.setdefault(buffer, []).append(piece[1])
+def runs_by_buffer(layout: Layout) -> dict[int, list[ByteRuns]]:
+    """The bytes that shards and constants fill, by buffer; a byte may be in several runs."""
+    found: dict[int, list[ByteRuns]] = {}
+    for row in range(len(layout)):
+        found.setdefault(int(layout.buffer[row]), []).append(_shard_runs(layout, row))
+    for constant in layout.constants:
+        found.setdefault(constant.buffer, []).append(piece_runs(constant))
+    return found
+
+
+def piece_runs(piece: Shard | Constant) -> ByteRuns:
+    """The contiguous byte runs of one piece."""
+    extent, stride = np.asarray(piece.extent, dtype=np.int64), np.asarray(piece.stride, dtype=np.int64)
+    return strided_runs(piece.offset, extent, stride, ITEMSIZE[dtype_code(piece.dtype)])
 
 
 def _holes(begin: IntArray, end: IntArray, nbytes: int) -> Iterator[tuple[int, int]]:

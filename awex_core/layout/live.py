@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from awex_core.errors import LayoutError, first_line
+from awex_core.layout.coverage import ByteRuns, join_runs, runs_by_buffer, strided_runs, subtract_runs
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
+from awex_core.layout.share import Place, join_buffers
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ Held: TypeAlias = tuple[Layout, Memory]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where one tensor lies and how: whatever changes here, its memory is no longer what a layout described.
 
     ``allocation`` is the GPU driver's number for the memory at ``address``, 0 elsewhere: what was given back to the
@@ -75,10 +78,10 @@ class Place:
     storage_nbytes: int
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Place:
+    def of(tensor: torch.Tensor) -> TensorPlace:
         """The place of a tensor; of one without memory (offloaded, or on the meta device) with address 0."""
         address = tensor.data_ptr() if not tensor.is_meta else 0
-        return Place(
+        return TensorPlace(
             address,
             _allocation(address) if tensor.is_cuda else 0,
             tuple(tensor.shape),
@@ -114,6 +117,54 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole allocation a tensor lives in, as a flat ``uint8`` tensor over the same memory."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def place_of(tensor: torch.Tensor) -> Place | None:
+    """Where the allocation that a tensor lives in lies; None if it has no memory."""
+    storage = tensor.untyped_storage()
+    if tensor.is_meta or not storage.nbytes():
+        return None
+    return Place(str(tensor.device), storage.data_ptr())
+
+
+def unwritten(
+    layout: Layout, memory: Sequence[torch.Tensor | None], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[int, int]]:
+    """Tensors that no piece of a layout fills, or not wholly: found by address, whatever they are called.
+
+    Args:
+        layout: what is written, over buffers that share no memory (``join_buffers``).
+        memory: a live tensor in each buffer; None for one that has no memory yet.
+        tensors: what is looked at, by name.
+
+    Returns:
+        By name, the first range of a tensor's own bytes, from its first element on, that nothing writes.
+    """
+    parts: dict[str, list[ByteRuns]] = {}
+    for index, runs in runs_by_buffer(layout).items():
+        place = place_of(held) if (held := memory[index]) is not None else None
+        if place is not None:
+            begin, end = join_runs(runs)
+            parts.setdefault(place.memory, []).append((begin + place.address, end + place.address))
+    nothing = join_runs(())
+    written = {name: subtract_runs(join_runs(runs), nothing) for name, runs in parts.items()}  # sorted, and disjoint
+    found = {}
+    for name, tensor in tensors.items():
+        place = place_of(tensor)
+        if place is None or not tensor.numel():
+            continue
+        mine, (begin, end) = _absolute_runs(tensor), written.get(place.memory, nothing)
+        near = slice(np.searchsorted(end, mine[0].min(), "right"), np.searchsorted(begin, mine[1].max(), "left"))
+        left = subtract_runs(mine, (begin[near], end[near]))
+        if len(left[0]):
+            found[name] = int(left[0][0]) - tensor.data_ptr(), int(left[1][0]) - tensor.data_ptr()
+    return found
+
+
+def _absolute_runs(tensor: torch.Tensor) -> ByteRuns:
+    size = tensor.element_size()
+    extent, stride = np.asarray(tensor.shape, dtype=np.int64), np.asarray(tensor.stride(), dtype=np.int64) * size
+    return strided_runs(tensor.data_ptr(), extent, stride, size)
 
 
 def allocate(sizes: Sequence[tuple[int, torch.device]]) -> Memory:
@@ -209,6 +260,7 @@ class ShardCollector:
         return index
 
     def build(self) -> tuple[Layout, Memory]:
-        """The layout and its memory; raises ``LayoutError`` as ``build_layout`` does."""
+        """The layout and its memory; raises ``LayoutError`` as ``build_layout`` and ``join_buffers`` do."""
         layout = build_layout(self._shards, self._buffers, self._constants)
-        return layout, Memory(tuple(self._memory))
+        layout, left = join_buffers(layout, list(map(place_of, self._memory)))
+        return layout, Memory(tuple(self._memory[index] for index in left))

@@ -125,9 +125,9 @@ class MetaClient:
         """Join as a trainer rank. The reply's ``epoch`` is 0 until all ranks of the run have joined."""
         return self._post(JoinWriter(info=info), JoinReply)
 
-    def join_worker(self, info: WorkerInfo) -> JoinReply:
+    def join_worker(self, info: WorkerInfo, *, timeout_s: float | None = None) -> JoinReply:
         """Join as an engine's worker, or renew what was said about it."""
-        return self._post(JoinWorker(info=info), JoinReply)
+        return self._post(JoinWorker(info=info), JoinReply, limit_s=timeout_s)
 
     def join_controller(
         self,
@@ -168,10 +168,10 @@ class MetaClient:
 
     # Looking and waiting
 
-    def watch(self, since: int = 0, wait_s: float = 0.0) -> JobView:
+    def watch(self, since: int = 0, wait_s: float = 0.0, *, timeout_s: float | None = None) -> JobView:
         """The job once its revision is not ``since``, or after ``wait_s`` (at most ``MAX_POLL_S``) as it then is."""
         wait_s = min(max(wait_s, 0.0), MAX_POLL_S)
-        return self._post(Watch(since=since, wait_s=wait_s), JobView, wait_s=wait_s)
+        return self._post(Watch(since=since, wait_s=wait_s), JobView, limit_s=timeout_s, wait_s=wait_s)
 
     def wait_for(self, predicate: Callable[[JobView], T | None], *, timeout_s: float, what: str) -> T:
         """The first value other than None that ``predicate`` makes of the job.
@@ -225,6 +225,7 @@ class MetaClient:
         only: Sequence[str] = (),
         base: Version = INITIAL,
         whole_because: str = "",
+        quorum: int | None = None,
     ) -> None:
         """This writer rank has reached version ``number``; the outcome comes through ``wait_for``."""
         message = Announce(
@@ -235,6 +236,7 @@ class MetaClient:
             only=list(only),
             base=base,
             whole_because=whole_because,
+            quorum=-1 if quorum is None else quorum,
         )
         # A version may be done before a lost reply is asked for again: the key tells a repeat from a second one.
         self._post(message, Ok, headers={"idempotency-key": uuid.uuid4().hex})

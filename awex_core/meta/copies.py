@@ -19,7 +19,7 @@ from awex_core.meta.members import describe
 from awex_core.meta.messages import AskCopy, CopyView, Lend, WorkerInfo, WriterInfo
 from awex_core.meta.pulse import Pulse
 from awex_core.meta.sync import SavedSync, Sync, restore_sync, save_sync
-from awex_core.version import Version
+from awex_core.version import INITIAL, Version
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Copies:
         self._pulse.changed()
 
     def _choose(self, target: Engine) -> Engine:
-        ahead = [e for e in self._engines.values() if e.live and e.state == "ready" and e.version > target.version]
+        ahead = [e for e in self._engines.values() if e.live and e.state == "ready" and _is_ahead(e, target)]
         if not ahead:
             raise Refused("invalid", f"no engine is ready at a version newer than {target.version}")
         newest = max(engine.version for engine in ahead)
@@ -128,6 +128,12 @@ class Copies:
         """End the copies from and to an engine."""
         for copy in self._by_target.values():
             if engine in (copy.source, copy.target):
+                copy.sync.end(reason)
+
+    def end_from(self, source: str, reason: str) -> None:
+        """End the copies from an engine, whose weights are not what it has offered."""
+        for copy in self._by_target.values():
+            if copy.source == source:
                 copy.sync.end(reason)
 
     def end(self, reason: str) -> None:
@@ -167,10 +173,17 @@ class Copies:
             self._by_target[one.target] = Copy(one.source, one.target, one.number, sync, one.lenders)
 
 
+def _is_ahead(engine: Engine, target: Engine) -> bool:
+    """Whether an engine has what a target lacks; a torn one lacks its own version."""
+    return engine.version > target.version or (target.state == "torn" and engine.version == target.version > INITIAL)
+
+
 def _why_not(engine: Engine, newest: Version) -> str:
     """Why an engine that is ahead cannot be the source; empty when it can."""
     if engine.version < newest:
         return f"engine {engine.name} serves {engine.version}, which is not the newest"
+    if engine.not_held:
+        return f"engine {engine.name} does not hold its weights now: {engine.not_held}"
     staged = sorted({name for seat in engine.workers.values() for name in seat.info.replaced})
     if staged:
         some = ", ".join(staged[:3]) + (f" and {len(staged) - 3} more" if len(staged) > 3 else "")

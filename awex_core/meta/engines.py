@@ -10,7 +10,7 @@ import msgspec
 from awex_core.errors import Refused
 from awex_core.meta.limits import MAX_REASON
 from awex_core.meta.members import AnySeat, Members, Seat, describe, where
-from awex_core.meta.messages import EngineState, EngineView, JoinController, WorkerInfo
+from awex_core.meta.messages import EngineState, EngineView, JoinController, WeightsState, WorkerInfo
 from awex_core.meta.pulse import Pulse
 from awex_core.version import INITIAL, Version
 
@@ -27,9 +27,9 @@ class Engine:
     controlled: bool = True
     workers: dict[int, Seat[WorkerInfo]] = field(default_factory=dict)
     controller: Seat[JoinController] | None = None
-    state: EngineState = "ready"
+    said: EngineState = "ready"
     version: Version = INITIAL
-    reason: str = ""
+    said_reason: str = ""
     generation: int = 1
 
     @property
@@ -40,6 +40,29 @@ class Engine:
     @property
     def elected(self) -> Seat[JoinController] | None:
         return self.controller if self.controller is not None and not self.controller.gone else None
+
+    @property
+    def state(self) -> EngineState:
+        """What its controller said, unless a worker's memory is not what the controller speaks of."""
+        if self.said != "ready":
+            return self.said
+        shown: dict[WeightsState, EngineState] = {"lost": "torn", "foreign": "unknown", "released": "asleep"}
+        return next((state for weights, state in shown.items() if self.why(weights)), "ready")
+
+    @property
+    def reason(self) -> str:
+        """Why it is in that state."""
+        return self.said_reason if self.state == self.said else self.not_held
+
+    def why(self, weights: WeightsState) -> str:
+        """Which call of the engine's own put some worker's weights in this state; empty where none is."""
+        found = (seat.info for seat in self.workers.values() if not seat.gone and seat.info.weights == weights)
+        return next((info.weights_reason or weights for info in found), "")
+
+    @property
+    def not_held(self) -> str:
+        """Why some worker does not hold what its engine committed; empty where all do."""
+        return self.why("lost") or self.why("foreign") or self.why("released")
 
     def controlled_before_by_another_process_of(self, message: JoinController) -> bool:
         """Whether the caller takes over an engine that goes on, instead of starting one under an old name."""
@@ -57,8 +80,10 @@ class Engine:
             return math.inf
         return max((seat.until for seat in seats), default=-math.inf) + LEASES_UNTIL_DROPPED * lease_s
 
-    def view(self) -> EngineView:
+    def view(self, now: float) -> EngineView:
         elected = self.elected
+        seats: list[AnySeat] = [*self.workers.values(), *([self.controller] if self.controller else [])]
+        gone = [now - seat.until for seat in seats if seat.gone]
         return EngineView(
             engine=self.name,
             state=self.state,
@@ -69,6 +94,9 @@ class Engine:
             controller=elected.incarnation if elected else "",
             workers=[self.workers[rank].info for rank in sorted(self.workers) if not self.workers[rank].gone],
             instance=self.controller.info.instance if self.controller else "",
+            said=self.said,
+            gone_s=max(gone, default=0.0),
+            parked=self.why("released"),
         )
 
 
@@ -80,9 +108,9 @@ class SavedEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     controlled: bool
     workers: dict[int, str]
     controller: str | None
-    state: EngineState
+    said: EngineState
     version: Version
-    reason: str
+    said_reason: str
     generation: int
 
 
@@ -119,6 +147,9 @@ class Engines:
             or (rank == info.rank and seat.incarnation != info.process.incarnation)
         ]
         engine.world, engine.controlled = info.world, info.controlled
+        known = engine.workers.get(info.rank)
+        if known is not None and known.info.layout and not info.layout:
+            engine.generation += 1  # it will trace anew, and perhaps find its memory elsewhere
         self._members.place(engine.workers, info.rank, self._members.workers, info, now)
         return replaced
 
@@ -138,8 +169,8 @@ class Engines:
     def set_state(self, engine: Engine, state: EngineState, version: Version, reason: str) -> None:
         """Keep a controller's word on its engine."""
         reason = reason[:MAX_REASON]
-        if (engine.state, engine.version, engine.reason) != (state, version, reason):
-            engine.state, engine.version, engine.reason = state, version, reason
+        if (engine.said, engine.version, engine.said_reason) != (state, version, reason):
+            engine.said, engine.version, engine.said_reason = state, version, reason
             self._pulse.changed()
 
     def drop_gone(self, now: float) -> None:
@@ -160,9 +191,9 @@ class Engines:
                 controlled=engine.controlled,
                 workers={rank: seat.incarnation for rank, seat in engine.workers.items()},
                 controller=engine.controller.incarnation if engine.controller else None,
-                state=engine.state,
+                said=engine.said,
                 version=engine.version,
-                reason=engine.reason,
+                said_reason=engine.said_reason,
                 generation=engine.generation,
             )
             for engine in self.by_name.values()
@@ -177,9 +208,9 @@ class Engines:
                 controlled=one.controlled,
                 workers={rank: self._members.workers[name] for rank, name in one.workers.items()},
                 controller=None if one.controller is None else self._members.controllers[one.controller],
-                state=one.state,
+                said=one.said,
                 version=one.version,
-                reason=one.reason,
+                said_reason=one.said_reason,
                 generation=one.generation,
             )
 

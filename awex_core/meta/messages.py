@@ -16,7 +16,10 @@ import msgspec
 from awex_core.commit.modes import LANES
 from awex_core.version import INITIAL, Version
 
-EngineState = Literal["ready", "updating", "torn", "refused"]
+EngineState = Literal["ready", "updating", "torn", "refused", "unknown", "asleep"]
+WeightsState = Literal["held", "foreign", "lost", "released"]
+"""What a worker's memory is: what its engine committed; somebody else's; no model's; not there at present."""
+
 SyncState = Literal["gathering", "open", "done"]
 EngineOutcome = Literal["pending", "updating", "committed", "failed"]
 Lane = Annotated[int, msgspec.Meta(ge=0, lt=LANES)]
@@ -89,6 +92,9 @@ class WorkerInfo(_Message, frozen=True):
     """Whether it has a second buffer, to receive into while requests run; it is used when all workers have one."""
     replaced: list[str] = []
     """Modules whose weights, as the checkpoint has them, exist only during an update: it cannot lend these."""
+    weights: WeightsState = "held"
+    weights_reason: str = ""
+    """Which call of the engine's own made them something else than ``held``."""
     told: int = 0
     """Rises with everything that changes above: an earlier word that arrives late is not taken."""
 
@@ -96,6 +102,7 @@ class WorkerInfo(_Message, frozen=True):
 class EngineView(_Message, frozen=True):
     """One engine, as the others see it.
 
+    ``state`` is what its controller said, unless its workers know better: ``said`` is the controller's word alone.
     ``generation`` rises when anything about its peers' connections must be redone.
     """
 
@@ -110,6 +117,11 @@ class EngineView(_Message, frozen=True):
     workers: list[WorkerInfo]
     instance: str = ""
     """That of the controller that was elected last."""
+    said: EngineState = "ready"
+    gone_s: float = 0.0
+    """How long some member of it has been gone; 0 while all are there."""
+    parked: str = ""
+    """Why no version can be received at present (its weights are not in memory); it waits until they are."""
 
 
 class Resend(_Message, frozen=True):
@@ -263,6 +275,8 @@ class Watch(_Message, frozen=True):
 class Announce(_Message, frozen=True):
     """A writer rank has reached ``number``. The version opens when every rank has.
 
+    Once ``quorum`` engines have committed it does not wait for those that are parked; -1: it waits for every engine.
+
     With ``only``, ``base`` is the version of this rank's last call, if that was committed; else ``whole_because``
     says why there is none.
     """
@@ -274,6 +288,7 @@ class Announce(_Message, frozen=True):
     only: list[str] = []
     base: Version = INITIAL
     whole_because: str = ""
+    quorum: int = -1
 
 
 class PublishDigest(_Message, frozen=True):

@@ -106,7 +106,7 @@ class JobStore:
             revision=self.revision,
             epoch=self._versions.epoch,
             writers=self._runs.present(),
-            engines={name: engine.view() for name, engine in sorted(self._engines.by_name.items())},
+            engines={name: engine.view(now) for name, engine in sorted(self._engines.by_name.items())},
             sync=sync.view(now) if sync else None,
             copies=self._copies.views(now),
             last=msgspec.structs.replace(last.view(now), digests={}) if last else None,
@@ -143,6 +143,10 @@ class JobStore:
         for reason in self._engines.seat_worker(self._engines.named(info.engine), info, now):
             self._versions.fail(info.engine, reason)
             self._copies.fail(info.engine, reason)
+        if info.weights != "held":
+            self._copies.end_from(info.engine, f"{describe(info)}: {info.weights_reason}")
+        if self._versions.sync is not None:
+            self._versions.sync.leave_parked()
         return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch)
 
     def join_controller(self, message: JoinController, now: float) -> JoinReply:

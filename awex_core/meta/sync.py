@@ -59,6 +59,8 @@ class Sync:
     superseded: bool = False
     whole_because: str = ""
     """Why no engine is sent ``only`` some tensors: a writer rank does not build on ``base``."""
+    quorum: int | None = 0
+    """Engines that have to commit before it ends without those that are parked; None: it waits for them."""
 
     def view(self, now: float) -> SyncView:
         return SyncView(
@@ -105,6 +107,10 @@ class Sync:
         reason = f"writer rank {rank}: {why or f'its last version is {base}, and {known}'}"
         self.whole_because = reason[:MAX_REASON]
 
+    def ask_for(self, quorum: int) -> None:
+        """What a rank takes for enough: the version is as patient as the most patient of its ranks."""
+        self.quorum = None if quorum < 0 or self.quorum is None else max(quorum, self.quorum)
+
     def arrive(self, rank: int, verify: str, only: Sequence[str], now: float) -> None:
         """A writer rank is here; the version opens with the last one."""
         for name, theirs, ours in (("verify", verify, self.verify), ("only", sorted(only), sorted(self.only))):
@@ -134,6 +140,18 @@ class Sync:
                 partial = wanted and engine.state == "ready" and engine.version == self.base
                 self.parts[name] = EngineSync(outcome="pending", generation=engine.generation, partial=partial)
         self._settle()
+        self.leave_parked()
+
+    def leave_parked(self) -> None:
+        """End it for engines whose weights are not in memory, when as many have committed as the trainer asked for."""
+        committed = sum(part.outcome == "committed" for part in self.parts.values())
+        if self.state != "open" or self.quorum is None or committed < self.quorum:
+            return
+        parked = {name: self.engines[name].why("released") for name in self.pending() if name in self.engines}
+        if not all(parked.get(name) and self.parts[name].outcome == "pending" for name in self.pending()):
+            return
+        for name, why in parked.items():
+            self.fail(name, f"{why}; the version went on without it, with {committed} of the {self.quorum} asked for")
 
     def _settle(self) -> None:
         if self.state == "open" and not self.pending():
@@ -177,8 +195,11 @@ class Sync:
             self.fail(name, f"not committed after {self.timeout_s:g} s; {self._how_far(name)}")
 
     def _how_far(self, name: str) -> str:
+        engine = self.engines.get(name)
         far = f"it was {self.parts[name].outcome}"
-        silent = self._silent_workers(self.engines[name]) if name in self.engines else []
+        if engine is not None and engine.why("released"):
+            return f"{far}: {engine.why('released')}"
+        silent = self._silent_workers(engine) if engine is not None else []
         return f"{far}, and worker(s) {silent} of {self.engines[name].world} had not reported" if silent else far
 
     def _who_is_missing(self) -> str:
@@ -191,11 +212,11 @@ class Sync:
     def hear_controller(self, engine: Engine, message: ReportEngine) -> ReportReply:
         """Record a controller's word. It may commit only when all workers have said they hold the version."""
         before = self.parts[engine.name]
-        silent = self._silent_workers(engine)
-        if message.outcome == "committed" and before.outcome not in TERMINAL and silent:
-            reason = f"worker(s) {silent} of engine {engine.name} have not reported version {message.version}"
-            return ReportReply(accepted=False, reason=reason)
-        if before.outcome not in TERMINAL and message.outcome != "pending":
+        if message.outcome == "committed" and before.outcome not in TERMINAL:
+            reason = self._why_not_whole(engine)
+            if reason:
+                return ReportReply(accepted=False, reason=reason)
+        if before.outcome not in TERMINAL:
             self._update_figures(engine.name, message.figures)
             self._progress(engine, message.outcome, message.reason or "its controller gave no reason")
         return _answer(engine.name, before, message.outcome)
@@ -216,7 +237,7 @@ class Sync:
             self.pulse.changed()
             self._add_figures(engine.name, message.figures)
             if not engine.controlled:
-                self._progress(engine, "updating" if self._silent_workers(engine) else "committed", "")
+                self._progress(engine, "updating" if self._why_not_whole(engine) else "committed", "")
         return _answer(engine.name, before, "failed" if message.failed else "committed")
 
     def _ask_again(self, name: str, wanted: Resend) -> ReportReply:
@@ -253,17 +274,25 @@ class Sync:
             self.fail(engine.name, reason)
             return
         if outcome == "committed":
-            engine.state, engine.version, engine.reason = "ready", self.version, ""
+            engine.said, engine.version, engine.said_reason = "ready", self.version, ""
         self._record(engine.name, outcome)
 
     def _record(self, name: str, outcome: EngineOutcome, reason: str = "") -> None:
         self.parts[name] = msgspec.structs.replace(self.parts[name], outcome=outcome, reason=reason[:MAX_REASON])
         self.pulse.changed()
         self._settle()
+        self.leave_parked()
 
     def _silent_workers(self, engine: Engine) -> list[int]:
         """Workers that have not said they hold the version: all must, before the engine may commit."""
         return sorted(set(range(engine.world)) - self.reported.get(engine.name, set()))
+
+    def _why_not_whole(self, engine: Engine) -> str:
+        """Why an engine may not commit yet: a worker has not reported, or a call of the engine's own came between."""
+        silent = self._silent_workers(engine)
+        if silent:
+            return f"worker(s) {silent} of engine {engine.name} have not reported version {self.version}"
+        return engine.not_held
 
     # Figures and digests
 
@@ -313,6 +342,7 @@ class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reason: str
     superseded: bool
     whole_because: str = ""
+    quorum: int | None = None
 
 
 def save_sync(sync: Sync) -> SavedSync:
@@ -327,8 +357,7 @@ def restore_sync(saved: SavedSync, engines: Mapping[str, Engine], pulse: Pulse) 
 
 def _answer(engine: str, before: EngineSync, claimed: EngineOutcome) -> ReportReply:
     """Accepted when this report was recorded, or says what was recorded before it."""
-    was_open = before.outcome not in TERMINAL and claimed != "pending"
-    if was_open or before.outcome == claimed:
+    if before.outcome not in TERMINAL or before.outcome == claimed:
         return ReportReply(accepted=True)
     tail = f": {before.reason}" if before.reason else ""
     return ReportReply(accepted=False, reason=f"engine {engine} is recorded as {before.outcome}{tail}")

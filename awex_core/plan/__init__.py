@@ -13,14 +13,17 @@ from awex_core.plan.cells import SourceIndex, index_sources
 from awex_core.plan.copies import CopyTable, check_precision, choose_replicas, plan_copies, unused_tensors
 from awex_core.plan.program import CopyProgram, lower_copies
 from awex_core.plan.select import check_patterns, matching_names, select_tensors, take_tensors
+from awex_core.plan.sharing import check_distinct, destination_faults
 
 __all__ = [
     "CopyProgram",
     "CopyTable",
     "SourceIndex",
+    "check_distinct",
     "check_patterns",
     "check_precision",
     "choose_replicas",
+    "destination_faults",
     "index_sources",
     "lower_copies",
     "matching_names",

@@ -12,6 +12,7 @@ import numpy as np
 from awex_core.errors import PlanError
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.plan.boxes import IntArray, group_rows, join
+from awex_core.plan.sharing import source_faults
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class SourceIndex:
     def ids(self) -> dict[str, int]:
         """Tensor index by name."""
         return {spec.name: index for index, spec in enumerate(self.tensors)}
+
+    @functools.cached_property
+    def faults(self) -> tuple[str, ...]:
+        """Memory that two source shards share and should not."""
+        return tuple(source_faults(self.layouts))
 
     def find(self, tensors: Sequence[CanonicalTensor]) -> IntArray:
         """Index of each tensor by its name, -1 where there is none; shape ``[T]``."""

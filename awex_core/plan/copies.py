@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from awex_core.errors import MAX_LISTED_FAULTS, PlanError
-from awex_core.layout.coverage import memory_overlaps
 from awex_core.layout.dtypes import DTYPES, can_convert, itemsize
 from awex_core.layout.layout import CanonicalTensor, IntArray, Layout
 from awex_core.plan.boxes import Box, describe, join, subtract
 from awex_core.plan.cells import SourceIndex, index_sources, pad_columns
+from awex_core.plan.sharing import destination_faults, twins
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +156,8 @@ def _check(sources: SourceIndex, table: CopyTable, to_source: IntArray, rank: in
         *_shape_faults(sources, table.destination, to_source, rank),
         *_missing_faults(sources, table, to_source, rank),
         *_dtype_faults(sources, table, rank),
-        *_double_faults(table.destination, rank),
+        *sources.faults,
+        *destination_faults(sources.layouts, table.destination, rank),
     ]
     if faults:
         raise PlanError(f"the layouts do not fit together: {len(faults)} piece(s) of destination rank {rank}", faults)
@@ -219,30 +220,21 @@ def _dtype_faults(sources: SourceIndex, table: CopyTable, rank: int) -> Iterable
             )
 
 
-def _double_faults(destination: Layout, rank: int) -> Iterable[str]:
-    for first, second in memory_overlaps(destination):
-        a, b = destination.shard(first), destination.shard(second)
-        yield (
-            f"{a.tensor.name} {describe(_box(a.start, a.extent))} and {b.tensor.name} "
-            f"{describe(_box(b.start, b.extent))}: destination rank {rank} would write both to the same bytes of "
-            f"{destination.buffers[a.buffer].name!r}"
-        )
-
-
-def _box(start: tuple[int, ...], extent: tuple[int, ...]) -> Box:
-    return start, tuple(s + e for s, e in zip(start, extent, strict=True))
-
-
 def unused_tensors(sources: SourceIndex, destinations: Sequence[Layout]) -> list[str]:
-    """Source tensors that the destination ranks together do not take completely: name, and how much they take."""
+    """Source tensors that the destination ranks together do not take completely: name, and how much they take.
+
+    One that every source rank holds as one with another (a tied head) is taken with that one.
+    """
     taken = index_sources(destinations)
     volume = np.zeros(len(taken.tensors), dtype=np.int64)
     np.add.at(volume, taken.tensor, taken.extent.prod(axis=1))
     elements = {spec.name: int(count) for spec, count in zip(taken.tensors, volume, strict=True)}
+    missing = [spec for spec in sources.tensors if elements.get(spec.name, 0) != spec.numel]
+    whole = {spec.name for spec in sources.tensors} - {spec.name for spec in missing}
     return [
         f"{spec.name}: it takes {elements.get(spec.name, 0)} of {spec.numel} elements"
-        for spec in sources.tensors
-        if elements.get(spec.name, 0) != spec.numel
+        for spec in missing
+        if whole.isdisjoint(twins(sources.layouts, spec.name))
     ]
 
 

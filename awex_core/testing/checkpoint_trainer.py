@@ -34,7 +34,7 @@ import traceback
 import uuid
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -184,22 +184,27 @@ class TrainerError(RuntimeError):
     """A rank answered with an error; or it died or was too slow, then with the end of its log."""
 
 
+def start_rank(args: list[str], env: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[str]:
+    """Start a rank's process, in a session of its own; standard input and output are pipes of text."""
+    return subprocess.Popen(
+        [sys.executable, "-m", __spec__.name, *args],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,
+    )
+
+
 class TrainerRank:
-    """One rank as a process, in a session of its own."""
+    """One rank as a process."""
 
     def __init__(self, args: list[str], log: Path, env: Mapping[str, str]) -> None:
         self.log = log
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         with log.open("ab") as sink:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, *args],
-                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                text=True,
-                start_new_session=True,
-            )
+            self.process = start_rank(args, {**os.environ, "OMP_NUM_THREADS": "1", **env}, sink)
         self._reader = threading.Thread(target=self._collect, daemon=True)
         self._reader.start()
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from awex_core.config import SyncConfig
 from awex_core.controller import EngineController
 from awex_core.engine import TracedModel
-from awex_core.errors import PlanError
+from awex_core.errors import Interrupted, PlanError
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory, flat_bytes
 from awex_core.layout.trace import trace_loader
+from awex_core.meta.messages import WeightsState
+from awex_core.ownership import worst
 from awex_core.reader import WeightReader
 from awex_core.version import Version
 
@@ -109,6 +112,10 @@ class FakeWorkerModel:
         """See ``WorkerModel.lend``."""
         return self.begin()
 
+    def live(self) -> Memory:
+        """See ``WorkerModel.live``."""
+        return self.begin()
+
     def finish(self) -> None:
         """See ``WorkerModel.finish``."""
         if self.on_finish is not None:
@@ -143,6 +150,8 @@ class FakeEngine:
             self, engine=name, config=config, require_version=require_version, instance=secrets.token_hex(8)
         )
         self.events: list[str] = []
+        self._foreign_calls = 0
+        """Since the last ``connect``."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -181,7 +190,8 @@ class FakeEngine:
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""
         self.events.append(f"connect {version}")
-        await self._each(WeightReader.connect)
+        self._foreign_calls = 0
+        await self._each(lambda reader: reader.connect(version))
 
     async def prefetch(self, version: Version) -> None:
         """See ``EngineHost.prefetch``."""
@@ -190,7 +200,17 @@ class FakeEngine:
 
     async def pause(self) -> None:
         """See ``EngineHost.pause``."""
+        state, reason = await self.weights()
+        if state == "released" or self._foreign_calls:
+            raise Interrupted(reason or "a call of the engine's own came between")
         self.events.append("pause")
+
+    async def foreign(self, call: str, change: Callable[[], object], **end: Any) -> None:
+        """Somebody else's call, on every worker; ``end`` is for ``WeightReader.end_foreign``."""
+        self._foreign_calls += 1
+        await self._each(lambda reader: reader.begin_foreign(call))
+        change()
+        await self._each(lambda reader: reader.end_foreign(call, **end))
 
     async def receive(self, version: Version) -> None:
         """See ``EngineHost.receive``."""
@@ -208,9 +228,17 @@ class FakeEngine:
         self.events.append("repair")
         await self._each(WeightReader.repair)
 
-    async def resume(self, version: Version) -> None:
+    async def show(self, version: str) -> None:
+        """See ``EngineHost.show``."""
+        self.events.append(f"show {version}")
+
+    async def resume(self) -> None:
         """See ``EngineHost.resume``."""
-        self.events.append(f"resume {version}")
+        self.events.append("resume")
+
+    async def weights(self) -> tuple[WeightsState, str]:
+        """See ``EngineHost.weights``."""
+        return worst({reader.ownership.state: reader.ownership.reason for reader in self.readers})
 
     async def fail_requests(self) -> None:
         """See ``EngineHost.fail_requests``."""

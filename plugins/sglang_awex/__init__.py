@@ -2,6 +2,9 @@
 
 __init__   what SGLang calls in every process: hook the flags, the launcher and the schedulers
 options    the flags, and what they do not go with
+calls      SGLang's own calls, and what each does to the engine
+refusals   what of SGLang does not go with following a trainer
+guard      the tokenizer manager, which calls pass: who pauses, who waits
 engine     one scheduler rank: a ``WeightReader``, driven by commands to all ranks
 layout     one rank's parameters, traced through SGLang's own loader
 commit     one engine: pause, receive, resume; status and refusal over HTTP

@@ -16,10 +16,14 @@ from typing import Any
 from awex_core.controller import EngineController, start_following
 from awex_core.errors import ConfigError, SyncTimeout, TransferError
 from awex_core.gate import Gate, add_status_route
+from awex_core.meta.messages import WeightsState
 from awex_core.options import EngineOptions, KvMode
+from awex_core.ownership import worst
 from awex_core.version import Version
 from sglang_awex import compat
-from sglang_awex.engine import DONE, FAILED, RUNNING, command_action
+from sglang_awex.calls import ROUTES
+from sglang_awex.engine import DONE, FAILED, RUNNING, Word, command_action, read_word
+from sglang_awex.guard import ManagerGuard
 
 _FLUSH_LIMIT_S = 30.0
 _WAIT_S = 0.5
@@ -33,6 +37,7 @@ class SglangHost:
     def __init__(self, manager: Any, kv: KvMode) -> None:
         """``manager`` is SGLang's tokenizer manager."""
         self._manager, self._kv = manager, kv
+        self._guard = ManagerGuard(manager, self)
 
     async def prepare(self) -> None:
         """See ``EngineHost.prepare``."""
@@ -40,11 +45,11 @@ class SglangHost:
 
     async def lend(self, target: str) -> None:
         """See ``EngineHost.lend``."""
-        await self._run(f"lend:{target}")
+        await self._run("lend", target)
 
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""
-        await self._run("connect")
+        await self._run("connect", str(version))
 
     async def prefetch(self, version: Version) -> None:
         """See ``EngineHost.prefetch``."""
@@ -58,7 +63,7 @@ class SglangHost:
         of the old weights, which is what ``keep`` means.) Then no cached
         prefix may remain, and SGLang must confirm that.
         """
-        await compat.pause(self._manager, {"recompute": "retract", "keep": "in_place", "abort": "abort"}[self._kv])
+        await self._guard.begin({"recompute": "retract", "keep": "in_place", "abort": "abort"}[self._kv])
         if self._kv == "keep":
             return  # its radix cache is off
         end = time.monotonic() + _FLUSH_LIMIT_S
@@ -71,7 +76,7 @@ class SglangHost:
 
     async def receive(self, version: Version) -> None:
         """See ``EngineHost.receive``."""
-        await self._run(f"receive:{version}", wait_s=_WAIT_S)
+        await self._run("receive", str(version), wait_s=_WAIT_S)
 
     async def release(self) -> None:
         """See ``EngineHost.release``."""
@@ -81,27 +86,51 @@ class SglangHost:
         """See ``EngineHost.repair``."""
         await self._run("repair", wait_s=_WAIT_S)
 
-    async def resume(self, version: Version) -> None:
+    async def show(self, version: str) -> None:
+        """See ``EngineHost.show``."""
+        await self._guard.show(version)
+
+    async def resume(self) -> None:
         """See ``EngineHost.resume``; nothing was computed since the cache was flushed, so nothing stale is in it."""
-        await compat.set_weight_version(self._manager, str(version))
-        await compat.resume(self._manager)
+        await self._guard.end()
+
+    async def weights(self) -> tuple[WeightsState, str]:
+        """See ``EngineHost.weights``."""
+        return worst({word.state: word.reason for word in await self._words()})
+
+    async def why_interrupted(self) -> str:
+        """See ``guard.Host``."""
+        words = await self._words()
+        asleep = [word.reason for word in words if word.state == "released"]
+        return next(iter([*asleep, *(word.touched for word in words if word.touched)]), "")
+
+    async def quiet(self) -> None:
+        """See ``guard.Host``."""
+        await self._run_commands("quiet", [], 0.0)
 
     async def fail_requests(self) -> None:
         """See ``EngineHost.fail_requests``."""
-        await compat.fail_requests(
-            self._manager, "the weights of this engine are incomplete after a failed update; see /awex/status"
-        )
+        await self._guard.fail("the weights of this engine are incomplete after a failed update; see /awex/status")
 
-    async def _run(self, command: str, wait_s: float = 0.0) -> None:
+    async def _words(self) -> list[Word]:
+        return [read_word(answer) for answer in await self._ask("weights")]
+
+    async def _run(self, command: str, *arguments: str, wait_s: float = 0.0) -> None:
         """Have every rank carry out a command; ranks report failures of a version to the meta server."""
-        await self._ask(command)
-        while (status := await self._ask(f"wait:{wait_s}")) != DONE:
+        async with self._guard.working():
+            await self._run_commands(command, list(arguments), wait_s)
+
+    async def _run_commands(self, command: str, arguments: list[Any], wait_s: float) -> None:
+        self._status(await self._ask(command, *arguments))
+        while (status := self._status(await self._ask("wait", wait_s))) != DONE:
             if status == FAILED:
                 raise TransferError(f"a rank could not {command}; its log says why")
             await asyncio.sleep(0 if wait_s else _POLL_S)
 
-    async def _ask(self, command: str) -> str:
-        statuses = await compat.check_weights(self._manager, command_action(command))
+    async def _ask(self, command: str, *arguments: Any) -> list[str]:
+        return await compat.check_weights(self._manager, command_action(command, *arguments))
+
+    def _status(self, statuses: list[str]) -> str:
         strange = [status for status in statuses if status not in (DONE, RUNNING, FAILED)]
         if strange:
             raise ConfigError(f"a scheduler runs without the awex plugin; it answers {strange[0]!r}")
@@ -109,42 +138,13 @@ class SglangHost:
 
 
 class SglangGate(Gate):
-    """Refuses generation while the engine must not generate."""
+    """Refuses generation while the engine must not generate, and calls that do not go with following a trainer."""
 
-    control_paths = (
-        "/awex",
-        "/health",
-        "/metrics",
-        "/ping",
-        "/tokenize",
-        "/detokenize",
-        "/v1/tokenize",
-        "/v1/detokenize",
-        "/flush_cache",
-        "/abort_request",
-        "/pause_generation",
-        "/continue_generation",
-        "/begin_weight_update",
-        "/end_weight_update",
-        "/update_weight",
-        "/weights_checker",
-        "/get_weights_by_name",
-        "/init_weights",
-        "/destroy_weights",
-        "/send_weights",
-        "/release_memory_occupation",
-        "/resume_memory_occupation",
-        "/start_profile",
-        "/stop_profile",
-        "/set_internal_state",
-        "/configure_logging",
-        "/set_trace_level",
-        "/freeze_gc",
-    )
+    routes = ROUTES
 
-    def _why_refused(self, scope: Any) -> str:
+    def _why_refused(self, scope: Any) -> tuple[int, str]:
         # SGLang's own warm-up generates, and must on dummy weights too; until it has, the server is not healthy.
-        return "" if compat.is_starting() else super()._why_refused(scope)
+        return (503, "") if compat.is_starting() else super()._why_refused(scope)
 
 
 _http = False

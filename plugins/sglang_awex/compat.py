@@ -7,6 +7,7 @@ import copy
 import importlib
 import multiprocessing
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ Tensors = dict[str, torch.Tensor]
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _CHECK = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
+_DISPATCHER = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
 
 
 MAKE_MODEL = "sglang.srt.model_loader.loader._initialize_model"
@@ -56,6 +58,7 @@ def hook_processes() -> None:
             hooks.append((_CHECK, engine.around_check_weights, HookType.AROUND))
             if "sglang.srt.managers.scheduler" in sys.modules:  # other processes hold no model
                 hooks.append((MAKE_MODEL, remember_checkpoint_format, HookType.AFTER))
+                hooks.append((_DISPATCHER, engine.after_dispatcher, HookType.AFTER))
             for target, _, _ in hooks:
                 pkgutil.resolve_name(target)
     except (ConfigError, ImportError, AttributeError) as error:
@@ -82,22 +85,22 @@ def _read_flags(server_args: Any, _: Any, args: Any) -> None:
 
 def _before_launch(*_: Any, **given: Any) -> None:
     """Before any process of an engine is started: the last moment at which the environment reaches all."""
-    from sglang_awex import engine, options
+    from sglang_awex import options
 
     if not options.enabled():
         return
-    options.settle(_settings(given["server_args"]))
-    engine.make_key()
+    options.settle(settings(given["server_args"]))
+    core_options.make_command_key()
 
 
-def _settings(server_args: Any) -> Mapping[str, Any]:
+def settings(server_args: Any) -> Mapping[str, Any]:
     """An engine's settings, resolved."""
     if hasattr(server_args, "resolved_dict"):
         server_args.resolve_once()
         return server_args.resolved_dict()
     # 0.5.16 resolves them as they are made, and counts ranks of attention data parallelism as replicas.
-    settings = vars(server_args)
-    return {**settings, "dp_size": 1} if settings["enable_dp_attention"] else settings
+    given = vars(server_args)
+    return {**given, "dp_size": 1} if given["enable_dp_attention"] else given
 
 
 def _after_launch(launched: Any, engine_class: Any, **_: Any) -> None:
@@ -136,6 +139,17 @@ def target_runner(manager: Any) -> Any:
     if hasattr(worker, "weight_update_runners"):
         return dict(worker.weight_update_runners())["target"]
     return worker.model_runner  # 0.5.16
+
+
+def draft_models(manager: Any) -> list[torch.nn.Module]:
+    """The models of whatever proposes tokens for the target model to verify."""
+    worker = getattr(manager, "draft_worker", None)
+    if worker is None:
+        return []
+    if hasattr(worker, "weight_update_runners"):
+        return [runner.model for _, runner in worker.weight_update_runners()]
+    runner = getattr(worker, "draft_model_runner", None) or getattr(worker, "model_runner", None)  # 0.5.16
+    return [runner.model] if runner is not None else []
 
 
 def worker_rank(manager: Any) -> int:
@@ -226,6 +240,46 @@ def check_weights_answer(success: bool, message: str) -> Any:
     return CheckWeightsReqOutput(success=success, message=message)
 
 
+# Requests to a scheduler
+
+
+def request_handlers(scheduler: Any) -> dict[Any, Any]:
+    """Who handles which type of request; may be changed."""
+    handlers: dict[Any, Any] = scheduler._request_dispatcher._mapping
+    return handlers
+
+
+def foreign_call(request: Any) -> str:
+    """What somebody asks of a scheduler, by name; empty if it is ours, or only looks."""
+    kind = type(request).__name__
+    if kind == "CheckWeightsReqInput":
+        return "weights_checker" if request.action == "reset_tensors" else ""
+    if kind == "RpcReqInput":
+        return str(request.method)
+    words = re.findall("[A-Z][a-z]*|[A-Z]+(?![a-z])", kind.removesuffix("ReqInput"))
+    return "_".join(words).lower()
+
+
+def leaves_memory(kind: str, request: Any) -> bool | None:
+    """Whether the weights are out of memory after a request; None when it leaves that as it was."""
+    if kind not in ("ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"):
+        return None
+    if request.tags and "weights" not in request.tags:
+        return None
+    return kind == "ReleaseMemoryOccupationReqInput"
+
+
+def record_weight_version(scheduler: Any, version: str) -> str:
+    """Have answers of this scheduler say so from here on; returns what they said before."""
+    from sglang.srt import runtime_context
+
+    if not hasattr(scheduler, "record_weight_version_change"):
+        return ""  # 0.5.16: the tokenizer manager's word counts
+    before = str(runtime_context.get_serving().weight_version)
+    scheduler.record_weight_version_change(new_version=version)
+    return before
+
+
 def why_unsupported(model: torch.nn.Module) -> list[str]:
     """Modules whose weights are not what the checkpoint holds, by name, and why."""
     from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
@@ -262,15 +316,17 @@ def _rearranges_experts(method: Any) -> bool:
 _HARMLESS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "Fp8KVCacheMethod")
 
 
-def default_scales(model: torch.nn.Module) -> set[str]:
-    """Scales of KV caches that no checkpoint gave: they are 1 and stay so."""
-    return {
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        for name in ("k_scale", "v_scale")
-        if type(getattr(module, "quant_method", None)).__name__ == "Fp8KVCacheMethod"
-        and float(getattr(module, name)) == 1.0
-    }
+def why_default_scale(module: torch.nn.Module, name: str) -> str:
+    """The rule by which a scale of the KV cache stays what it is: no checkpoint gave it, so that it is 1."""
+    quantised = type(getattr(module, "quant_method", None)).__name__ == "Fp8KVCacheMethod"
+    if quantised and name in ("k_scale", "v_scale") and float(getattr(module, name)) == 1.0:
+        return "a scale of the KV cache that no checkpoint gave; it is 1"
+    return ""
+
+
+def is_dummy(runner: Any) -> bool:
+    """Whether the engine was started on random weights."""
+    return bool(runner.load_config.load_format == "dummy")
 
 
 # Modules that replace their weights after loading
@@ -412,6 +468,16 @@ def _fill(live: Tensors, new: Tensors, what: str) -> None:
         raise PlanError(f"{what} processes its weights differently now", sorted(faults))
 
 
+def all_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Every tensor that a model's modules hold: parameters, buffers, and what they keep as plain attributes."""
+    return [
+        tensor
+        for module in model.modules()
+        for tensor in [*own_tensors(module).values(), *vars(module).values()]
+        if isinstance(tensor, torch.Tensor)
+    ]
+
+
 def derived_tensors(model: torch.nn.Module) -> tuple[str, ...]:
     """Tensors that SGLang computes from weights at the end of an update."""
     return tuple(f"{path}.{name}" for path, _, name, _ in _derived(model))
@@ -466,41 +532,56 @@ async def flush_cache(manager: Any) -> bool:
     return all(answer.success for answer in answers)
 
 
-async def pause(manager: Any, mode: str) -> None:
+async def pause(manager: Any, call: Any, mode: str) -> None:
     """SGLang's ``/pause_generation``; new requests wait from here on. Schedulers obey before later commands."""
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
     manager.auto_create_handle_loop()
-    await manager.pause_generation(PauseGenerationReqInput(mode=mode))
+    await call(PauseGenerationReqInput(mode=mode))
 
 
-async def resume(manager: Any) -> None:
+async def resume(call: Any) -> None:
     """SGLang's ``/continue_generation``."""
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-    await manager.continue_generation(ContinueGenerationReqInput())
+    await call(ContinueGenerationReqInput())
+
+
+async def resume_schedulers(manager: Any) -> None:
+    """The same for the schedulers alone: requests go on waiting in this process."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    await manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
 
 
 async def set_weight_version(manager: Any, version: str) -> None:
     """Show clients which version answers; requests in flight keep the span of each version."""
     from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-    if not hasattr(manager, "update_weight_version"):  # 0.5.16 shows one version for the whole of an answer
-        manager.server_args.override("awex", weight_version=version)
+    if not hasattr(manager, "update_weight_version_communicator"):
+        manager.server_args.override("awex", weight_version=version)  # 0.5.16 shows one for the whole of an answer
         return
-    await manager.update_weight_version(UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False))
+    await _call(
+        manager, "update_weight_version", UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+    )
+    manager._update_weight_version_if_provided(version)
+
+
+def only_reads(args: tuple[Any, ...]) -> bool:
+    """Whether a call that may change weights is one that only looks at them."""
+    action = getattr(args[0], "action", None) if args else None
+    return action is not None and action != "reset_tensors"
 
 
 async def fail_requests(manager: Any, message: str) -> None:
-    """End every request with status 503, and stay paused.
+    """While paused: end every request with status 503.
 
     Schedulers end waiting requests at once and running ones after one more
-    step, which must not be taken; so all are made to wait first. Requests that
+    step, which must not be taken; so all have been made to wait. Requests that
     wait in this process are let through to them.
     """
     from sglang.srt.managers.io_struct import AbortReq
 
-    await pause(manager, "retract")
     reason = {"type": "abort", "status_code": 503, "message": message}
     if _pipeline_stages(manager) == 1:  # a pipeline's schedulers do not pause: nothing may reach them
         await _let_through(manager, True)

@@ -10,38 +10,57 @@ whether that work is done. Requests keep running meanwhile.
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import os
-import secrets
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, cast
 
+import msgspec
+
+from awex_core.calls import Call
 from awex_core.config import SyncConfig
-from awex_core.options import EngineOptions
+from awex_core.meta.messages import WeightsState
+from awex_core.options import COMMAND_KEY, EngineOptions
+from awex_core.ownership import ORDER
 from awex_core.process import device_name
 from awex_core.reader import WeightReader
 from awex_core.version import Version
 from sglang_awex import compat
+from sglang_awex.calls import DESTROYS, HARMLESS_RPCS, LOSES, REQUESTS
+from sglang_awex.guard import UNKNOWN
 from sglang_awex.layout import SglangWorkerModel
+from sglang_awex.refusals import why_unsupported
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "awex:"
-_KEY = "AWEX_COMMAND_KEY"
-"""Variable with a secret of this engine's processes: the way that commands travel is open to HTTP clients too."""
 
 DONE, RUNNING, FAILED = "done", "running", "failed"
 
+_OWNED = Call("owned")
 
-def make_key() -> None:
-    """Before the engine's processes are started: let them know commands from requests of clients."""
-    os.environ[_KEY] = secrets.token_hex(16)
+_FOREIGN_S = 60.0
+"""How long a call that is not ours waits for what this rank does for us just then."""
 
 
-def command_action(command: str) -> str:
+def command_action(command: str, *arguments: Any) -> str:
     """The ``action`` of the request that carries a command."""
-    return f"{_PREFIX}{os.environ[_KEY]}:{command}"
+    return f"{_PREFIX}{os.environ[COMMAND_KEY]}:{command}:{json.dumps(arguments)}"
+
+
+class Word(msgspec.Struct, frozen=True):
+    """What a replica's ranks say of their weights; ``touched``: by which call they were since ``connect``."""
+
+    state: WeightsState
+    reason: str
+    touched: str
+
+
+def read_word(answer: str) -> Word:
+    """A replica's answer to ``weights``."""
+    return msgspec.json.decode(answer, type=Word)
 
 
 class Worker:
@@ -53,17 +72,46 @@ class Worker:
         self._reader: WeightReader | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="awex")
         self._work: Future[None] | None = None
+        self._touched = ""
 
-    def handle(self, command: str) -> str:
-        """Begin a command, or ``wait:SECONDS`` for what was begun; returns how far all tensor-parallel ranks are."""
-        name, _, argument = command.partition(":")
-        if name == "wait":
-            return self._wait(float(argument))
-        arguments = [argument] if argument else []
-        self._work = self._thread.submit(self._carry_out, name, getattr(self, f"_{name}"), arguments)
+    def handle(self, command: str, arguments: list[Any]) -> str:
+        """Begin a command, or say how far all tensor-parallel ranks are with it, or what their weights are."""
+        if command == "wait":
+            return self._wait(*arguments)
+        if command == "weights":
+            return self._word()
+        self._work = self._thread.submit(self._carry_out, command, getattr(self, f"_{command}"), arguments)
         return RUNNING
 
-    def _carry_out(self, name: str, work: Callable[..., None], arguments: list[str]) -> None:
+    def _word(self) -> str:
+        reader = self._reader
+        state = reader.ownership.state if reader is not None else "held"
+        reason = reader.ownership.reason if reader is not None else ""
+        found = cast(WeightsState, compat.agree(self._manager.tp_cpu_group, state, ORDER))
+        reason = reason if found == state else f"another rank's weights are {found}"
+        return msgspec.json.encode(Word(found, reason, self._touched)).decode()
+
+    # Calls that are not ours
+
+    def begin_foreign(self, call: str) -> None:
+        """Before one: see ``WeightReader.begin_foreign``. Waits for what is being done for us."""
+        if self._reader is not None:
+            self._thread.submit(self._reader.begin_foreign, call).result(_FOREIGN_S)
+
+    def end_foreign(self, call: str, *, released: bool | None, lost: str, sure: bool) -> WeightsState:
+        """After it; ``released``: whether the weights are gone now, None for as before."""
+        reader = self._reader
+        if reader is None:
+            return "held"
+        was_gone = reader.ownership.state == "released"
+        gone = was_gone if released is None else released
+        ended = self._thread.submit(reader.end_foreign, call, released=gone, lost=lost, sure=sure)
+        state = ended.result(_FOREIGN_S)
+        if state != "held" or was_gone:
+            self._touched = f"{call} came between"
+        return state
+
+    def _carry_out(self, name: str, work: Callable[..., None], arguments: list[Any]) -> None:
         """The engine's control task only learns that a rank failed; the rank's log says why."""
         try:
             work(*arguments)
@@ -87,7 +135,7 @@ class Worker:
 
     def _join(self) -> WeightReader:
         options, runner = EngineOptions.from_env(), compat.target_runner(self._manager)
-        model = SglangWorkerModel(runner)
+        model = SglangWorkerModel(runner, lambda: why_unsupported(self._manager, runner.model))
         return WeightReader(
             model,
             engine=options.engine,
@@ -101,8 +149,13 @@ class Worker:
     def _lend(self, target: str) -> None:
         self._joined().lend(target)
 
-    def _connect(self) -> None:
-        self._joined().connect()
+    def _connect(self, version: str) -> None:
+        self._touched = ""
+        self._joined().connect(Version.parse(version))
+
+    def _quiet(self) -> None:
+        if self._reader is not None:
+            self._reader.quiet()
 
     def _prefetch(self) -> None:
         self._joined().prefetch()
@@ -132,16 +185,40 @@ def around_check_weights(original: Any, manager: Any, request: Any) -> Any:
     global _worker
     if not request.action.startswith(_PREFIX):
         return original(manager, request)
-    command = _open(request.action)
-    if command is None:
+    key, _, rest = request.action.removeprefix(_PREFIX).partition(":")
+    if not hmac.compare_digest(key.encode(), os.environ[COMMAND_KEY].encode()):
         return compat.check_weights_answer(False, "commands of the awex plugin are not taken from clients")
     if _worker is None:
         _worker = Worker(manager)
-    status = _worker.handle(command)
-    return compat.check_weights_answer(status != FAILED, status)
+    command, _, arguments = rest.partition(":")
+    answer = _worker.handle(command, json.loads(arguments))
+    return compat.check_weights_answer(answer != FAILED, answer)
 
 
-def _open(action: str) -> str | None:
-    """The command in a request; None when it does not come from this engine's own control task."""
-    key, _, command = action.removeprefix(_PREFIX).partition(":")
-    return command if hmac.compare_digest(key.encode(), os.environ[_KEY].encode()) else None
+def after_dispatcher(_: Any, scheduler: Any) -> None:
+    """Hook, once a scheduler knows who handles which request: bracket those that may change or move the weights."""
+    for kind, handle in compat.request_handlers(scheduler).items():
+        if REQUESTS.get(kind.__name__, _OWNED).kind == "owned":
+            compat.request_handlers(scheduler)[kind] = _bracketed(scheduler, kind.__name__, handle)
+
+
+def _bracketed(scheduler: Any, kind: str, handle: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def call(request: Any) -> Any:
+        name = compat.foreign_call(request)
+        if _worker is None or not name or name in HARMLESS_RPCS:
+            return handle(request)
+        _worker.begin_foreign(name)
+        label = compat.record_weight_version(scheduler, UNKNOWN)
+        failed = f"{name} failed"
+        try:
+            answer = handle(request)
+            failed = f"{name} failed: {answer.message}" if not getattr(answer, "success", True) else ""
+            return answer
+        finally:
+            released = compat.leaves_memory(kind, request)
+            lost = failed or DESTROYS.get(kind, "") or LOSES.get(kind, "")
+            state = _worker.end_foreign(name, released=released, lost=lost, sure=kind in DESTROYS)
+            if state in ("held", "released"):
+                compat.record_weight_version(scheduler, label)
+
+    return call

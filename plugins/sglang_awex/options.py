@@ -8,6 +8,7 @@ from typing import Any
 
 from awex_core import options
 from awex_core.errors import ConfigError
+from sglang_awex.refusals import check_settings
 
 
 def enabled() -> bool:
@@ -50,10 +51,7 @@ def settle(settings: Mapping[str, Any]) -> None:
             "--pp-size above 1 needs --weight-sync-kv=abort: SGLang's pipeline goes on computing while paused, so "
             "requests in flight would meet two versions; with abort none is in flight"
         )
-    for setting, reason in _UNSUPPORTED.items():
-        if settings.get(setting) not in (None, False, 0, "", "off", "null"):
-            flag = "--" + setting.replace("_", "-")
-            raise ConfigError(f"--weight-sync-backend=awex does not support {flag}: {reason}")
+    check_settings(settings)
     if settings["tokenizer_worker_num"] > 1:
         raise ConfigError(
             "--weight-sync-backend=awex does not support --tokenizer-worker-num above 1: the control task needs "
@@ -62,15 +60,3 @@ def settle(settings: Mapping[str, Any]) -> None:
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
         raise ConfigError("--weight-sync-backend=awex does not support SGLANG_RUST_SERVER: nobody would pause requests")
     options.check_meta_server()
-
-
-_UNSUPPORTED = {
-    "enable_lora": "adapters are not synced",
-    "speculative_algorithm": "a draft model would keep its old weights",
-    "hicache_storage_backend": "what it stores is found by tokens alone, so KV of older weights would be reused",
-    "weight_cache_mode": "its weights are shared with other engines, which would change with this one",
-    "enable_eplb": "experts move between ranks, away from where they were traced",
-    "grpc_mode": "the gate that refuses requests of a torn engine is HTTP's",
-    "smg_grpc_mode": "the gate that refuses requests of a torn engine is HTTP's",
-    "cpu_offload_gb": "offloaded weights are not where the engine computes",
-}

@@ -7,100 +7,91 @@ set. With several API servers one controls and the others follow.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from awex_core.controller import start_following
+from awex_core.errors import Interrupted
 from awex_core.gate import Gate, add_status_route
-from awex_core.options import EngineOptions, KvMode
+from awex_core.meta.messages import WeightsState
+from awex_core.options import COMMAND_KEY, EngineOptions, KvMode
+from awex_core.ownership import worst
 from awex_core.version import Version
 from vllm_awex import compat
+from vllm_awex.calls import ROUTES
 
 
 class VllmHost:
-    """``awex_core.engine.EngineHost`` of one vLLM engine."""
+    """``awex_core.engine.EngineHost`` of one vLLM engine; its other end is ``vllm_awex.guard``."""
 
     def __init__(self, engine: Any, kv: KvMode) -> None:
         self._engine, self._kv = engine, kv
+        self._key = os.environ[COMMAND_KEY]
+
+    async def _ask(self, command: str, *arguments: Any) -> list[Any]:
+        return await compat.ask_cores(self._engine, self._key, command, *arguments)
 
     async def prepare(self) -> None:
         """See ``EngineHost.prepare``."""
-        await self._init()
+        await self._ask("work", "prepare")
 
     async def lend(self, target: str) -> None:
         """See ``EngineHost.lend``."""
-        await self._init(lend=target)
-
-    async def _init(self, **what: str | bool) -> None:
-        """vLLM's one call to its workers that may come at any time."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        info = {"controlled": True, **what}
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        await self._ask("work", "lend", target)
 
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""
-        await self._engine.start_weight_update()
+        await self._ask("work", "connect", str(version))
 
     async def prefetch(self, version: Version) -> None:
         """See ``EngineHost.prefetch``."""
-        await self._init(prefetch=True)
+        await self._ask("work", "prefetch")
 
     async def pause(self) -> None:
         """See ``EngineHost.pause``; with ``recompute`` running requests are preempted and their blocks dropped."""
-        mode = "abort" if self._kv == "abort" else "keep"
-        await compat.pause(self._engine, mode, clear_cache=self._kv != "keep")
+        mode, clear_cache = "abort" if self._kv == "abort" else "keep", self._kv != "keep"
+        if clear_cache:
+            await compat.clear_processor_cache(self._engine)
+        interrupted = next(filter(None, await self._ask("pause", mode, clear_cache)), "")
+        if interrupted:
+            await self.resume()  # other replicas, that had nothing against it
+            raise Interrupted(interrupted)
 
     async def receive(self, version: Version) -> None:
         """See ``EngineHost.receive``."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        try:
-            await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"version": str(version)}))
-        finally:
-            await self._engine.finish_weight_update()
+        await self._ask("work", "receive", str(version))
 
     async def release(self) -> None:
         """See ``EngineHost.release``."""
-        await self._engine.finish_weight_update()
+        await self._ask("work", "release")
 
     async def repair(self) -> None:
         """See ``EngineHost.repair``."""
-        await self._init(repair=True)
+        await self._ask("work", "repair")
 
-    async def resume(self, version: Version) -> None:
+    async def show(self, version: str) -> None:
+        """See ``EngineHost.show``."""
+        await self._ask("show", version)
+
+    async def resume(self) -> None:
         """See ``EngineHost.resume``; nothing was computed since the cache was dropped, so nothing stale is in it."""
-        await compat.set_weight_version(self._engine, str(version))
-        await self._engine.resume_generation()
+        await self._ask("resume")
+
+    async def weights(self) -> tuple[WeightsState, str]:
+        """See ``EngineHost.weights``."""
+        found: dict[WeightsState, str] = dict(await self._ask("weights"))
+        return worst(found)
 
     async def fail_requests(self) -> None:
         """See ``EngineHost.fail_requests``."""
-        await self._engine.pause_generation(mode="abort", clear_cache=True)
+        await self._ask("fail")
 
 
 class VllmGate(Gate):
-    """Refuses generation while the engine must not generate."""
+    """Refuses generation while the engine must not generate, and calls that do not go with following a trainer."""
 
-    control_paths = (
-        "/awex",
-        "/health",
-        "/metrics",
-        "/ping",
-        "/load",
-        "/version",
-        "/tokenize",
-        "/detokenize",
-        "/pause",
-        "/resume",
-        "/collective_rpc",
-        "/init_weight",
-        "/shutdown_weight",
-        "/start_weight",
-        "/start_draft_weight",
-        "/update_weight",
-        "/finish_weight",
-        "/weight",
-    )
+    routes = ROUTES
 
 
 def attach_to_api_server() -> None:

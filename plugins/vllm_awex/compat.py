@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
 import logging
 import sys
@@ -120,6 +122,18 @@ def hides_copy(module: torch.nn.Module) -> bool:
     closes over nothing, the packed ones close over their copy.
     """
     return getattr(getattr(module, "cpu_linear", None), "__closure__", None) is not None
+
+
+def hides_weights(module: torch.nn.Module) -> bool:
+    """Whether a packed copy is all that a module has of its weight."""
+    weight = getattr(module, "weight", None)
+    return hides_copy(module) and isinstance(weight, torch.Tensor) and not weight.numel()
+
+
+def all_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Every tensor that a model's modules hold: parameters, buffers, and what they keep as plain attributes."""
+    modules = list(model.modules())
+    return [tensor for module in modules for tensor in {**own_tensors(module), **_plain_tensors(module)}.values()]
 
 
 def may_transform(module: torch.nn.Module) -> bool:
@@ -394,6 +408,12 @@ def derives_from_weights(module: torch.nn.Module) -> bool:
     return hasattr(module, "kv_b_proj") and hasattr(module, "impl") and hasattr(module, "process_weights_after_loading")
 
 
+def derived_names(module: torch.nn.Module) -> set[str]:
+    """The parameters and buffers that latent attention computes: those that it did not have before it was loaded."""
+    before = _reload_modules()[0].get_layerwise_info(module).restore_metadata
+    return own_tensors(module).keys() - {*before[0], *before[1]}
+
+
 def refresh_derived(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Let latent attention compute its matrices anew from its live weights, where they were before.
 
@@ -425,19 +445,157 @@ def why_not_refreshable(module: torch.nn.Module, live_storages: set[int]) -> str
     return ""
 
 
-async def pause(engine: Any, mode: str, *, clear_cache: bool) -> None:
-    """``AsyncLLM.pause_generation`` without the 20 ms that it sleeps at its end.
-
-    They only let outputs of before reach clients before its caller goes on. Nothing here depends on that: the
-    engine's core marks each output with its version.
-    """
-    if clear_cache:
-        await engine.renderer.clear_mm_cache_async()
-    await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+# The engine's core
 
 
-async def set_weight_version(engine: Any, version: str) -> None:
-    """Show clients which version answers (0.25.1 has no such thing and shows nothing)."""
-    update = getattr(engine, "update_weight_version", None)
-    if update is not None:
-        await update(version)
+def hook_loaded() -> None:
+    """Hook what of the engine this process has loaded: in a core's or a worker's process, while that is being made."""
+    if "vllm.v1.engine.core" in sys.modules:
+        hook_core()
+    if "vllm.v1.worker.worker_base" in sys.modules:
+        hook_workers()
+
+
+def hook_core() -> None:
+    """Have ``vllm_awex.guard`` take charge of each engine core that is made in this process."""
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
+
+    from vllm_awex.guard import install
+
+    def after(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(core: Any, *args: Any, **kwargs: Any) -> None:
+            original(core, *args, **kwargs)
+            install(core)
+
+        return wrapper
+
+    def before(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(core: Any) -> Any:
+            install(core)
+            return original(core)
+
+        return wrapper
+
+    if getattr(EngineCore, "_awex_hooked", False):
+        return
+    EngineCore._awex_hooked = True
+    EngineCore.__init__ = after(EngineCore.__init__)
+    # A process that loads this plugin while it makes its core is past the line above. It has no requests before these.
+    for kind in (EngineCoreProc, DPEngineCoreProc):
+        if "run_busy_loop" in vars(kind):
+            kind.run_busy_loop = before(kind.run_busy_loop)
+
+
+def hook_workers() -> None:
+    """Give every worker the method by which ``vllm_awex.guard`` reaches its weight-transfer engine."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def awex_command(worker: Any, name: str, *arguments: Any) -> Any:
+        return worker.weight_transfer_engine.command(worker, name, arguments)
+
+    WorkerBase.awex_command = awex_command
+
+
+def drafts(worker: Any) -> Iterator[torch.nn.Module]:
+    """The modules of whatever proposes tokens for a worker's model to verify."""
+    runner = getattr(worker, "model_runner", None)
+    for name in ("drafter", "speculator"):
+        proposer = getattr(runner, name, None)
+        parts = [proposer, *vars(proposer).values()] if hasattr(proposer, "__dict__") else []
+        yield from (part for part in parts if isinstance(part, torch.nn.Module))
+
+
+def connector_keeps_kv(vllm_config: Any) -> bool:
+    """Whether what carries KV elsewhere has no way to drop what it has carried."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    kind = KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
+    return kind.reset_cache is KVConnectorBase_V1.reset_cache
+
+
+def follows(vllm_config: Any) -> bool:
+    """Whether an engine's weights are ours to keep."""
+    chosen = getattr(vllm_config, "weight_transfer_config", None)
+    return chosen is not None and chosen.backend == "awex"
+
+
+def utility_name(kind: Any, request: Any) -> str:
+    """What a client asks of the core; empty for requests that generate, and the like."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    return str(request[2]) if kind == EngineCoreRequestType.UTILITY else ""
+
+
+def answer_failed(core: Any, request: Any, message: str) -> None:
+    """Answer a client's request with an error."""
+    from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
+
+    output = UtilityOutput(request[1], failure_message=message)
+    core.output_queue.put_nowait((request[0], EngineCoreOutputs(utility_output=output)))
+
+
+def weight_version(core: Any) -> str:
+    """What answers say of their version; 0.25.1 has no such thing, and shows nothing."""
+    return str(getattr(core, "_weight_version", ""))
+
+
+def set_core_weight_version(core: Any, version: str) -> None:
+    """Have answers say so from here on."""
+    if hasattr(core, "_weight_version"):
+        core._weight_version = version
+
+
+def pause_state(core: Any) -> Any:
+    """Whether the scheduler computes: vLLM's ``PauseState``."""
+    return core.scheduler.pause_state
+
+
+def unpaused() -> Any:
+    """That of a scheduler that computes."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    return PauseState.UNPAUSED
+
+
+def set_pause_state(core: Any, state: Any) -> None:
+    """What ``pause_state`` has given."""
+    core.scheduler.set_pause_state(state)
+
+
+def set_paused_all(core: Any) -> None:
+    """Compute nothing, not even for requests that are under way."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+
+def take_idle_callbacks(core: Any) -> list[Any]:
+    """Those who wait until no request is under way; under a pause of ours none is, and yet they are not done."""
+    taken = list(core._idle_state_callbacks)
+    core._idle_state_callbacks.clear()
+    return taken
+
+
+def give_idle_callbacks(core: Any, taken: list[Any]) -> None:
+    """Put back what was taken."""
+    core._idle_state_callbacks.extend(taken)
+
+
+# Its clients
+
+
+async def ask_cores(engine: Any, key: str, command: str, *arguments: Any) -> list[Any]:
+    """Send the request ``awex`` to every core of an ``AsyncLLM``; returns an answer for each."""
+    client = engine.engine_core
+    asked = (
+        client._call_utility_async("awex", key, command, list(arguments), engine=core) for core in client.core_engines
+    )
+    return list(await asyncio.gather(*asked))
+
+
+async def clear_processor_cache(engine: Any) -> None:
+    """What the client itself caches of multimodal inputs."""
+    await engine.renderer.clear_mm_cache_async()

@@ -1,12 +1,13 @@
-"""One worker's end: vLLM's ``WeightTransferEngine`` named ``awex``.
+"""One worker's end: vLLM's ``WeightTransferEngine`` named ``awex``, and the commands of our own controller.
 
-vLLM's four calls map to the reader's: ``init`` joins (and traces, once the
-trainer is known), ``start`` plans and connects, ``update`` receives and
-verifies, ``finish`` runs post-load steps and reports.
+The user of an offline ``LLM`` calls vLLM's four: ``init`` joins (and traces, once the trainer is known), ``start``
+plans and connects, ``update`` receives and verifies, ``finish`` runs post-load steps and reports. A server's engine is
+driven by ``command`` instead, which reaches every worker through the engine's core.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,38 +18,29 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from awex_core.config import SyncConfig
-from awex_core.errors import ConfigError
+from awex_core.errors import ConfigError, TransferError
 from awex_core.options import EngineOptions
 from awex_core.process import device_name
 from awex_core.reader import WeightReader
 from awex_core.version import Version
 from vllm_awex.layout import VllmWorkerModel
+from vllm_awex.refusals import why_unsupported
+
+HARMLESS = "leaves_weights"
+"""Attribute by which a function says that it neither changes nor moves weights, so that it need not be watched."""
 
 
 @dataclass
 class AwexInitInfo(WeightTransferInitInfo):
-    """``controlled`` is set by the API server's controller; a user of ``LLM(...)`` leaves it out.
+    """``meta_server`` and ``job`` override the environment."""
 
-    So are ``lend``, ``prefetch`` and ``repair``: the call then does nothing but begin to lend weights to the engine
-    of that name, or to receive into the second buffer, or load the checkpoint for repairs. vLLM takes this call at
-    any time.
-
-    ``meta_server`` and ``job`` override the environment.
-    """
-
-    controlled: bool = False
-    lend: str = ""
-    prefetch: bool = False
-    repair: bool = False
     meta_server: str | None = None
     job: str | None = None
 
 
 @dataclass
 class AwexUpdateInfo(WeightTransferUpdateInfo):
-    """The version was chosen when the update started; a controller names it once more, as ``EPOCH.NUMBER``."""
-
-    version: str = ""
+    """Nothing: the version was chosen when the update started."""
 
 
 class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo]):
@@ -59,35 +51,79 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
     supports_draft_weight_update = False
 
     _reader: WeightReader | None = None
+    _worker: Any = None
 
     def init_transfer_engine(self, init_info: AwexInitInfo) -> None:
         """Join the job, and trace the model if a trainer is there. Called again when one appears."""
-        if init_info.lend:
-            self.reader.lend(init_info.lend)
-            return
-        if init_info.prefetch:
-            self.reader.prefetch()
-            return
-        if init_info.repair:
-            self.reader.repair()
-            return
+        self._prepare(init_info, controlled=False)
+
+    def _prepare(self, init_info: AwexInitInfo, *, controlled: bool) -> None:
         if self._reader is None:
-            self._reader = self._join(init_info)
+            self._reader = self._join(init_info, controlled)
         self._reader.prepare()
 
-    def _join(self, init_info: AwexInitInfo) -> WeightReader:
+    def _join(self, init_info: AwexInitInfo, controlled: bool) -> WeightReader:
         options = EngineOptions.from_env()
         parallel: Any = self.parallel_config
         world = options.workers or parallel.world_size * parallel.data_parallel_size
         return WeightReader(
-            VllmWorkerModel(self.model, self.vllm_config, self.device),
+            VllmWorkerModel(
+                self.model,
+                self.vllm_config,
+                self.device,
+                lambda: why_unsupported(self._worker, self.model, self.vllm_config),
+            ),
             engine=options.engine or f"vllm-{self.vllm_config.instance_id}",
             rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
             world=world,
-            controlled=init_info.controlled,
+            controlled=controlled,
             config=SyncConfig.from_env(meta_server=init_info.meta_server, job=init_info.job),
             device=device_name(self.device),
         )
+
+    def command(self, worker: Any, name: str, arguments: tuple[Any, ...]) -> Any:
+        """Carry out a command of the engine's core; see ``vllm_awex.guard``."""
+        self._worker = worker
+        commands: dict[str, Callable[..., Any]] = {
+            "prepare": lambda: self._prepare(AwexInitInfo(), controlled=True),
+            "lend": lambda target: self.reader.lend(target),
+            "connect": lambda version: self.reader.connect(Version.parse(version)),
+            "prefetch": lambda: self.reader.prefetch(),
+            "receive": self._receive,
+            "release": lambda: self.reader.finish(),
+            "repair": lambda: self.reader.repair(),
+            "begin": self._begin,
+            "end": self._end,
+            "state": self._state,
+            "meet": lambda: None,
+        }
+        return commands[name](*arguments)
+
+    def _receive(self, version: str) -> None:
+        try:
+            self.reader.receive(Version.parse(version))
+        finally:
+            self.reader.finish()
+
+    def _begin(self, call: str) -> str:
+        """``begun``; nothing if the call need not be watched; else why it must not be made yet."""
+        if self._reader is None or getattr(getattr(self._worker, call, None), HARMLESS, False):
+            return ""
+        try:
+            self._reader.begin_foreign(call)
+        except TransferError as error:
+            return str(error)
+        return "begun"
+
+    def _end(self, call: str, released: bool, lost: str, sure: bool) -> tuple[str, str]:
+        if self._reader is not None:
+            self._reader.end_foreign(call, released=released, lost=lost, sure=sure)
+        return self._state()
+
+    def _state(self) -> tuple[str, str]:
+        if self._reader is None:
+            return "held", ""
+        return self._reader.ownership.state, self._reader.ownership.reason
 
     @property
     def reader(self) -> WeightReader:
@@ -102,7 +138,7 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
 
     def receive_weights(self, update_info: AwexUpdateInfo) -> None:
         """Receive and verify it."""
-        self.reader.receive(Version.parse(update_info.version) if update_info.version else None)
+        self.reader.receive()
 
     def finish_weight_update(self) -> None:
         """Run post-load steps and report; or clean up after a failure."""

@@ -35,8 +35,7 @@ from tests.chaos.campaign import Campaign, Result
 from tests.chaos.faults import Case, draw_cases, draw_link_cases
 from tests.chaos.report import describe, summary, write_table
 from tests.chaos.stage import Stage, make_models, warm
-
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+from tests.support.environment import ENVIRONMENT
 
 
 def main() -> None:
@@ -49,7 +48,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="Markdown file that gets the table, between its markers")
     parser.add_argument("--add", action="store_true", help="add to the table that is there, instead of replacing it")
     args = parser.parse_args()
-    os.environ.update(OFFLINE)
+    os.environ.update(ENVIRONMENT)
     mark = leftovers.mark_this_run()
     folder = Path(tempfile.mkdtemp(prefix="awex-chaos-"))
     try:

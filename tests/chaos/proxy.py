@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import ssl
 import struct
 import threading
 from collections import deque
@@ -34,9 +35,11 @@ class Proxy:
     a time.
     """
 
-    def __init__(self, port: int, host: str = "127.0.0.1", *, netns: str = "") -> None:
-        """``netns``: the network namespace of what it connects to, if not this one."""
-        self._netns = netns
+    def __init__(
+        self, port: int, host: str = "127.0.0.1", *, netns: str = "", tls: ssl.SSLContext | None = None
+    ) -> None:
+        """``netns``: the network namespace of what it connects to, if not this one. ``tls``: what it listens with."""
+        self._netns, self._tls = netns, tls
         self.mode: Mode = "pass"
         self.requests: deque[bytes] = deque(maxlen=KEPT)
         self._to = port
@@ -50,7 +53,9 @@ class Proxy:
         if self._netns:
             enter(self._netns)  # this thread only; the socket that listens stays where it was made
         asyncio.set_event_loop(self._loop)
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._socket))
+        self._server = self._loop.run_until_complete(
+            asyncio.start_server(self._serve, sock=self._socket, ssl=self._tls)
+        )
         self._loop.run_forever()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

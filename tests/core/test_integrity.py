@@ -16,10 +16,11 @@ import torch
 from awex_core import session
 from awex_core.config import SyncConfig
 from awex_core.errors import SyncFailed
+from awex_core.layout.live import flat_bytes
 from awex_core.meta.server import MetaServer
 from awex_core.plan import CopyTable
 from awex_core.session import ReaderSession, WriterSession
-from awex_core.testing.fake_engine import holds
+from awex_core.testing.fake_engine import FakeEngine, holds
 from awex_core.transfer import group, shm, shm_staged
 from awex_core.version import Version
 from tests.core import test_sync
@@ -234,17 +235,21 @@ def test_a_bit_that_stays_flipped_is_not_served(
     assert trainer.write(3).committed == ("e",) and holds(engine, trainer.weights)
 
 
+def flip_live_bit(engine: FakeEngine) -> None:
+    """In a tensor that the engine computes with; it is one of ``model.gate.weight``."""
+    flat_bytes(engine.models[0].model.tensors["gate_up"])[5] ^= 1
+
+
 def test_a_partial_update_makes_what_it_repairs_live_too(
-    received: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+    received: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
 ) -> None:
     """A bit of a tensor that the update does not name; the next update of the same patterns is no larger for it."""
     engine = loop.engine("e", 1, received)
     trainer = make_trainer(config=received)
     trainer.write(1)
-    with monkeypatch.context() as patch:
-        flip_a_bit(patch, 1)
-        change(trainer, "model.up.weight")
-        figures = publish(trainer, 2, only=["model.up.weight"]).figures["e"]
+    flip_live_bit(engine)
+    change(trainer, "model.up.weight")
+    figures = publish(trainer, 2, only=["model.up.weight"]).figures["e"]
     assert figures["moved_nbytes"] == nbytes_of(trainer, "up")
     assert figures["repulled_nbytes"] == nbytes_of(trainer, "gate")
     assert holds(engine, trainer.weights)

@@ -32,8 +32,14 @@ class Host:
     async def pause(self) -> None:
         self.events.append("pause")
 
-    async def resume(self, version: Version) -> None:
-        self.events.append(f"resume {version}")
+    async def show(self, version: str) -> None:
+        self.events.append(f"show {version}")
+
+    async def resume(self) -> None:
+        self.events.append("resume")
+
+    async def weights(self) -> tuple[str, str]:
+        return "held", ""
 
     async def fail_requests(self) -> None:
         self.events.append("fail")
@@ -112,7 +118,7 @@ def test_an_engine_whose_controller_fell_silent_between_two_versions_is_resumed(
             await first._set_state("ready", "")
             silence(first)
             await until(lambda: second.elected and second._host.events, 30)
-            assert set(second._host.events) == {"resume 1.3"}
+            assert set(second._host.events) == {"show 1.3", "resume"}
             assert (second.state, second.version) == ("ready", Version(1, 3))
 
     asyncio.run(scenario())

@@ -19,6 +19,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from awex_core import controller as controller_module
+from awex_core import writer as writer_module
 from awex_core.config import SyncConfig
 from awex_core.controller import EngineController
 from awex_core.engine import LoaderPathModule
@@ -218,8 +220,8 @@ def test_three_versions_reach_engines_of_other_degrees(
             eventually(lambda engine=engine, number=number: serves(engine) == Version(1, number))
             figures = result.figures[engine.name]
             assert figures["verified_nbytes"] == figures["moved_nbytes"] > 0
-    eventually(lambda: engines[0].events[-1] == "resume 1.5")
-    assert engines[0].events[-4:] == ["connect 1.5", "pause", "receive", "resume 1.5"]
+    eventually(lambda: engines[0].events[-1] == "resume")
+    assert engines[0].events[-5:] == ["connect 1.5", "pause", "receive", "show 1.5", "resume"]
 
 
 def test_memory_shared_by_staging_gives_the_same(
@@ -512,7 +514,7 @@ def test_a_torn_engine_loads_a_checkpoint_once_there_is_nobody_to_repair_it(
     eventually(lambda: serves(engine) == INITIAL)
     assert holds(engine, weights) and engine.controller.reason == f"repaired from {tmp_path / 'model'}"
     assert engine.controller.why_closed() == ""
-    eventually(lambda: engine.events[-2:] == ["repair", "resume 0.0"])
+    eventually(lambda: engine.events[-3:] == ["repair", "show 0.0", "resume"])
     again = make_trainer(run="again")
     assert again.write(1).committed == ("e",)
     eventually(lambda: serves(engine) == Version(2, 1))
@@ -575,8 +577,8 @@ def test_an_engine_that_comes_late_takes_the_version_of_another(
     eventually(lambda: serves(late) == Version(1, 1))
     assert holds(late, trainer.weights) and holds(first, trainer.weights)
     assert first.events[-1] == "lend late" and "pause" not in first.events[-2:], "its requests go on"
-    eventually(lambda: late.events[-1] == "resume 1.1")
-    assert late.events == ["connect 1.1", "pause", "receive", "resume 1.1"]
+    eventually(lambda: late.events[-1] == "resume")
+    assert late.events == ["connect 1.1", "pause", "receive", "show 1.1", "resume"]
     change(trainer, "model.up.weight")
     figures = publish(trainer, 2, only=["model.up.weight"]).figures
     assert figures["late"]["moved_nbytes"] <= trainer.weights["model.up.weight"].numel() * 4, "it holds the base"
@@ -931,15 +933,15 @@ def test_nothing_stays_paused_when_resuming_fails_once(
     engine = loop.engine("e", 1, config)
     resume, failures = engine.resume, []
 
-    async def resume_later(version: Version) -> None:
+    async def resume_later() -> None:
         if not failures:
-            failures.append(version)
+            failures.append("not now")
             raise RuntimeError("not now")
-        await resume(version)
+        await resume()
 
     monkeypatch.setattr(engine, "resume", resume_later)
     make_trainer().write(1)
-    eventually(lambda: "resume 1.1" in engine.events)
+    eventually(lambda: engine.events[-1] == "resume")
 
 
 # The meta server
@@ -1003,12 +1005,12 @@ def test_layouts_survive_a_meta_server_that_restarts_between_them_and_the_join(
     host, port = meta.address.rsplit(":", 1)
     original, restarted, lock = getattr(MetaClient, request_name), list[MetaServer](), threading.Lock()
 
-    def restart_first(client: MetaClient, info: Any) -> Any:
+    def restart_first(client: MetaClient, info: Any, **options: Any) -> Any:
         with lock:
             if info.layout and not restarted:
                 meta.stop()
                 restarted.append(MetaServer(TOKEN, host=host, port=int(port), lease_s=LEASE_S).start())
-        return original(client, info)
+        return original(client, info, **options)
 
     engine = loop.engine("e", 2, config)
     monkeypatch.setattr(MetaClient, request_name, restart_first)
@@ -1026,6 +1028,15 @@ def test_layouts_survive_a_meta_server_that_restarts_between_them_and_the_join(
             server.stop()
 
 
+@pytest.fixture
+def short_graces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a meta server that has gone waits for its own limit and little more."""
+    for module in (writer_module, controller_module):
+        assert module._GRACE_S >= 10
+        monkeypatch.setattr(module, "_GRACE_S", 2.0)
+
+
+@pytest.mark.usefixtures("short_graces")
 def test_without_the_meta_server_a_writer_returns_in_time_and_names_it(
     meta: MetaServer, loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
 ) -> None:
@@ -1046,6 +1057,7 @@ def test_without_the_meta_server_a_writer_returns_in_time_and_names_it(
     eventually(lambda: engine.controller.state == "torn", 20)
 
 
+@pytest.mark.usefixtures("short_graces")
 def test_workers_let_go_when_the_meta_server_is_lost_while_they_connect(
     meta: MetaServer,
     loop: Loop,
@@ -1124,7 +1136,7 @@ def test_an_engine_whose_controller_is_stopped_during_an_update_is_taken_over(
         assert trainer.write(3).committed == ("e",)
         eventually(lambda: second.settled and second.version == Version(1, 3))
         assert holds(engine, trainer.weights)
-        assert engine.events[-1] == "resume 1.3"
+        assert engine.events[-2:] == ["show 1.3", "resume"]
     finally:
         task.cancel()
         second.close()

@@ -124,7 +124,7 @@ def test_digests(seed: int, side: Any) -> None:
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
-    """Where there is no GPU: all that they do but casting. In a process of its own, as it is chosen at import."""
+    """Where there is no GPU. In a process of its own, as it is chosen at import."""
     args = [sys.executable, "-W", "ignore", "-m", "tests.support.kernel_checks"]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True, timeout=110, check=False)

@@ -9,8 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from awex_core.engine import TracedModel
 from awex_core.layout import CanonicalTensor, Layout
+from awex_core.layout.live import Memory, flat_bytes
 from awex_core.layout.trace import Trace, trace_loader
+from awex_core.reader import write_constants
 
 Weights = dict[str, torch.Tensor]
 
@@ -29,13 +32,8 @@ def replay(layout: Layout, model: Weights, weights: Weights) -> Weights:
         view = torch.as_strided(target, shard.extent, [s // size for s in shard.stride], shard.offset // size)
         box = tuple(slice(s, s + e) for s, e in zip(shard.start, shard.extent, strict=True))
         view.copy_(weights[shard.tensor.name][box])
-    for constant in layout.constants:
-        target = fresh[layout.buffers[constant.buffer].name]
-        size = target.element_size()
-        element = torch.frombuffer(bytearray(constant.value), dtype=target.dtype)
-        torch.as_strided(target, constant.extent, [s // size for s in constant.stride], constant.offset // size).copy_(
-            element.expand(constant.extent)
-        )
+    memory = Memory(tuple(flat_bytes(fresh[buffer.name]) for buffer in layout.buffers))
+    write_constants(TracedModel(layout), memory)
     return fresh
 
 
@@ -163,6 +161,7 @@ def test_a_view_of_what_was_filled_since_is_not_followed() -> None:
 
     result = trace(model, load, {"w": numbered(8)})
     assert [u.name for u in result.untraced] == ["w"] and "through another view" in result.untraced[0].reason
+    assert result.untraced[0].sources == {"w"}
 
 
 def test_renamed_prefix_and_cast() -> None:
@@ -226,6 +225,144 @@ def test_a_loader_that_raises_half_way_is_reported_by_tensor(
     assert [u.name for u in result.untraced] == ["b"]
     assert [shard.tensor.name for shard in result.layout.shards()] == ["a", "c"]
     assert all(p.eq(0).all() for p in model.values())
+
+
+Load = Callable[[Weights, Weights], object]
+
+
+def computed(model: Weights, load: Load, weights: Weights) -> dict[str, frozenset[str]]:
+    """Parameters that cannot be followed, and the tensors that they come from; no other may be described wrongly."""
+    before = {name: tensor.clone() for name, tensor in model.items()}
+    result = trace(model, lambda given: load(model, dict(given)), weights)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.items()), "tracing changed a parameter"
+    found = {fault.name: fault.sources for fault in result.untraced}
+    described = {result.layout.buffers[shard.buffer].name for shard in result.layout.shards()}
+    described |= {result.layout.buffers[constant.buffer].name for constant in result.layout.constants}
+    assert not described & found.keys() and not result.gaps
+    fresh = replay(result.layout, model, weights)
+    load(model, {name: tensor.clone() for name, tensor in weights.items()})
+    assert all(torch.equal(fresh[name], model[name]) for name in model.keys() - found.keys())
+    return found
+
+
+def compose(model: Weights, weights: Weights) -> None:
+    """How engines load Mamba's A: copy it, then compute with what lies in the parameter."""
+    for name, loaded in weights.items():
+        model[name].data.copy_(loaded)
+        model[name].data.copy_(-torch.exp(model[name].float()))
+
+
+def add_to_loaded(model: Weights, weights: Weights) -> None:
+    for name, loaded in weights.items():
+        loaded += 1.0
+        model[name].copy_(loaded)
+
+
+def collect_in_a_buffer(model: Weights, weights: Weights) -> None:
+    for name, loaded in weights.items():
+        buffer = torch.zeros(loaded.shape)
+        buffer.add_(loaded)
+        model[name].copy_(buffer)
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0])
+@pytest.mark.parametrize(
+    "load",
+    [
+        compose,
+        add_to_loaded,
+        collect_in_a_buffer,
+        lambda model, weights: model["w"].copy_(torch.mul(weights["w"], 2, out=torch.zeros(4))),
+        lambda model, weights: model["w"].copy_(torch.zeros(4).index_put_((torch.arange(4),), weights["w"])),
+        lambda model, weights: (model["w"].copy_(weights["w"]), model["w"].add_(1)),
+        lambda model, weights: (model["w"].copy_(weights["w"]), model["w"].copy_(model["w"] + 1)),
+        lambda model, weights: (model["w"].copy_(weights["w"]), model["w"].fill_(model["w"].max())),
+        lambda model, weights: (model["w"].copy_(weights["w"]), model["w"].copy_(torch.ones(4))),
+        lambda model, weights: (model["w"].copy_(weights["w"]), model["w"][1:2].zero_()),
+        lambda model, weights: torch._foreach_copy_([model["w"]], [weights["w"]]),
+        lambda model, weights: model["w"].copy_(weights["w"].t().contiguous().as_strided((4,), (1,))),
+    ],
+)
+def test_what_a_loader_computes_is_no_constant_however_uniform_it_is(value: float, load: Load) -> None:
+    """One head on a rank, or norms of ones: what lies in the parameter while tracing is one value."""
+    weights = {"w": torch.full((4,), value)}
+    assert computed({"w": torch.full((4,), value)}, load, weights) == {"w": {"w"}}
+
+
+def test_what_is_computed_from_another_parameter_is_no_constant() -> None:
+    def load(model: Weights, weights: Weights) -> None:
+        model["w"].copy_(weights["w"])
+        doubled = torch.empty_like(model["w"]).copy_(model["w"]) * 2
+        model["twice"].copy_(doubled)
+        model["scale"].fill_(model["w"].abs().max())
+        model["padding"].copy_(torch.zeros_like(model["w"]))
+
+    model = {"w": torch.ones(4), "twice": torch.ones(4), "scale": torch.ones(1), "padding": torch.ones(4)}
+    assert computed(model, load, {"w": torch.ones(4)}) == {"twice": {"w"}, "scale": {"w"}}
+
+
+def test_a_value_asked_of_what_was_just_loaded_is_refused() -> None:
+    model = {"w": torch.ones(4), "scale": torch.ones(1)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            model[name].copy_(loaded)
+            model["scale"].fill_(model[name].max().item())
+
+    result = trace(model, load, {"w": numbered(4)})
+    assert "asks for the values of w, which it has just loaded" in str(result.untraced[0])
+    assert not result.layout.constants
+
+
+def test_a_parameter_that_is_given_other_memory_gets_its_own_back() -> None:
+    model = {"w": torch.nn.Parameter(torch.ones(4), requires_grad=False)}
+    place = model["w"].data_ptr()
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, loaded in weights:
+            model["w"].copy_(loaded)
+            model["w"].data = torch.exp(model["w"].data)
+
+    result = trace(model, load, {"w": numbered(4)})
+    assert "gives it other memory" in str(result.untraced[0])
+    assert model["w"].data_ptr() == place and model["w"].eq(1).all()
+
+
+def test_what_is_copied_over_a_fill_counts() -> None:
+    model = {"part": torch.zeros(4, 5), "whole": torch.zeros(4), "twice": torch.zeros(6), "zeros": torch.zeros(2)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given = dict(weights)
+        model["part"].zero_()
+        model["part"][:3, 1:3].copy_(given["part"])
+        model["whole"].fill_(7)
+        model["whole"].copy_(given["whole"])
+        model["twice"].fill_(1)
+        model["twice"][1:5].fill_(2)
+        model["twice"][3:].copy_(torch.full((3,), 3.0))
+        model["zeros"][0] = 0.0
+        model["zeros"][1] = -0.0
+
+    result = check_same_as_loading(model, load, {"part": numbered(3, 2) + 1, "whole": numbered(4) + 1})
+    assert not result.gaps
+    assert not {"whole"} & {result.layout.buffers[constant.buffer].name for constant in result.layout.constants}
+
+
+def test_values_that_only_look_alike_are_no_constant() -> None:
+    model = {"zeros": torch.ones(2)}
+    result = trace(model, lambda _: model["zeros"].copy_(torch.tensor([0.0, -0.0])), {})
+    assert "come from no checkpoint" in result.untraced[0].reason
+
+
+def test_a_tensor_loaded_twice_into_one_place_is_one_shard() -> None:
+    model = {"w": torch.zeros(4)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, loaded in weights:
+            model["w"].copy_(loaded)
+            model["w"].copy_(loaded)
+
+    assert len(check_same_as_loading(model, load, {"w": numbered(4)}).layout) == 1
 
 
 def test_other_writes_to_a_parameter_do_not_happen() -> None:

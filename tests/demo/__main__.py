@@ -25,6 +25,7 @@ from rich.live import Live
 from rich.table import Table
 
 from tests.support.compare import Comparison, compare_dumps
+from tests.support.environment import ENVIRONMENT
 from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer
 from tests.support.sglang_jobs import SglangReference, SglangServer
 from tests.support.tiny_models import make_model
@@ -77,6 +78,7 @@ class Job:
 
 def main() -> int:
     """Run the demonstration; returns the exit code."""
+    os.environ.update(ENVIRONMENT)
     settings, console = Settings(), Console(width=max(110, Console().width))
     try:
         with tempfile.TemporaryDirectory(prefix="awex-demo-") as folder, ExitStack() as stack:

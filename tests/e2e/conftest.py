@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar, cast
 
 import pytest
 
+from awex_core.testing import checkpoint_trainer
 from tests.support.clients import asking
 from tests.support.compare import compare_dumps
 from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer, vllm_forks
 from tests.support.lines import Child
 from tests.support.sglang_jobs import SglangReference, SglangServer, sglang_forks
 from tests.support.trainer import TrainerSpec
-from tests.support.warm import FORKS
+from tests.support.warm import FORKS, Process, start_process
 
 StartTrainer = Callable[..., TrainerJob]
 
@@ -105,10 +108,20 @@ def fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def forks(fork_servers: Path) -> Iterator[None]:
-    """In the tests of this folder engines are forked from these, unless a test starts one ``cold``."""
+    """In the tests of this folder engines and trainers are forked from these, unless a test starts one ``cold``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FORKS, str(fork_servers))
+        patch.setattr(checkpoint_trainer, "start_rank", _fork_rank)
         yield
+
+
+def _fork_rank(args: list[str], env: Mapping[str, str], log: IO[bytes]) -> Process:
+    """``start_rank`` of trainers that hold checkpoints."""
+    program = [sys.executable, "-m", checkpoint_trainer.__name__, *args]
+    process: Any = start_process(program, env, log, piped=True)
+    process.stdin = io.TextIOWrapper(io.BufferedWriter(process.stdin))
+    process.stdout = io.TextIOWrapper(io.BufferedReader(process.stdout))
+    return cast(Process, process)
 
 
 @pytest.fixture

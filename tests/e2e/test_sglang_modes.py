@@ -12,9 +12,10 @@ import pytest
 from tests.e2e.conftest import StartTrainer, ask_all_replicas, check_same, write_over_requests
 from tests.support.clients import asking
 from tests.support.jobs import MetaServerProcess
-from tests.support.lines import ROOT, Child, ChildError
+from tests.support.lines import Child, ChildError
 from tests.support.sglang_jobs import BIN, SglangReference, SglangServer, engine_options, sglang_env
 from tests.support.tiny_models import make_model
+from tests.support.warm import run_to_end
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -134,15 +135,8 @@ print("went on")
 
 
 def _run(code: str, model: Path, env: dict[str, str], given: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [BIN / "python", "-c", code, str(model)],
-        cwd=ROOT,
-        input=given,
-        env={**sglang_env(1), "SGLANG_PLUGINS": "awex", **env},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    args = [BIN / "python", "-c", code, str(model)]
+    return run_to_end(args, {**sglang_env(1), "SGLANG_PLUGINS": "awex", **env}, given=given, limit_s=180)
 
 
 def test_without_the_flag_nothing_changes_and_with_it_a_plugin_that_cannot_work_stops_the_server(folder: Path) -> None:
@@ -201,13 +195,7 @@ def test_wrong_flags_are_refused_before_any_process_is_started(
 def test_without_a_meta_server_the_server_ends_at_the_limit_and_says_so(folder: Path, meta: MetaServerProcess) -> None:
     model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=0)
     flags = ["--weight-sync-backend=awex", "--weight-sync-meta-server", "127.0.0.1:1"]
-    done = subprocess.run(
-        [BIN / "sglang", "serve", "--model-path", str(model), "--device", "cpu", *flags],
-        cwd=ROOT,
-        env={**sglang_env(1), **meta.env, "AWEX_CONNECT_TIMEOUT": "3"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    args = [BIN / "sglang", "serve", "--model-path", str(model), "--device", "cpu", *flags]
+    done = run_to_end(args, {**sglang_env(1), **meta.env, "AWEX_CONNECT_TIMEOUT": "3"}, limit_s=240)
     assert done.returncode != 0 and "did not answer within 3 s" in done.stderr, done.stderr[-2000:]
     assert "Load weight begin" not in done.stderr

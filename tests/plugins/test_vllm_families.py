@@ -5,21 +5,20 @@ One process builds them all (see ``tests.support.engine_cells``). ``AWEX_ALL_CEL
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import pytest
 
 from tests.support.cells import Cell, Outcome
+from tests.support.environment import ALL_CELLS
 from tests.support.refusals import is_expected
 from tests.support.run_cells import clear, run_cells
 from tests.support.vllm_cells import MISMATCHED, MUTATED, SHORT, TABLE
 
-ALL = os.environ.get("AWEX_ALL_CELLS", "") not in ("", "0")
-EQUAL = TABLE if ALL else SHORT
-OTHER = list(MISMATCHED) if ALL else list(MISMATCHED)[2:]
+EQUAL = TABLE if ALL_CELLS else SHORT
+OTHER = list(MISMATCHED) if ALL_CELLS else list(MISMATCHED)[2:]
 
-pytestmark = [pytest.mark.timeout(1800 if ALL else 400)]
+pytestmark = [pytest.mark.timeout(1800 if ALL_CELLS else 400)]
 
 Outcomes = Mapping[Cell, Outcome]
 

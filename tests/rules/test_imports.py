@@ -32,6 +32,7 @@ MAY_IMPORT_TORCH = {
     "awex_core.layout.live",
     "awex_core.layout.trace",
     "awex_core.layout.trace_cache",
+    "awex_core.layout.traced_tensor",
     "awex_core.layout.structure",
 }
 """The modules of the pure stages that meet live tensors; their packages import them on first use only."""

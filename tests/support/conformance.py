@@ -50,6 +50,8 @@ class LiveSite:
     """Makes an ``EngineServer`` that is a ``RunningEngine`` from checkpoint, meta server and folder."""
     reference: Callable[..., Any]
     """Makes a ``Child`` from checkpoint and folder; ``wait`` waits until it is up."""
+    own_calls: Callable[..., Any]
+    """Makes ``EngineCalls`` from a server."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -99,6 +101,11 @@ class LiveSite:
                 return Fresh(child)
 
             yield load
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def calls(cls, site: Site) -> Any:
+        return cls.own_calls(site.engine)
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -49,6 +49,8 @@ class DumpExtension:
         save_file(tensors, path / f"worker{self.rank}.safetensors")
         return len(tensors)
 
+    dump_tensors.leaves_weights = True  # type: ignore[attr-defined]  # says to our plugin that it only reads
+
     def tensor_addresses(self) -> dict[str, int]:
         """Where every parameter, buffer and derived tensor lies; CUDA graphs go on reading there."""
         return {name: tensor.data_ptr() for name, tensor in _held(self.model_runner.get_model())}

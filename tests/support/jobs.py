@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from typing import Any
 
 import httpx
 
+from tests.support.environment import ENVIRONMENT
 from tests.support.lines import ROOT, Child, ChildError, end_session
 from tests.support.ports import free_port
 from tests.support.trainer import RENDEZVOUS, TrainerSpec
+from tests.support.vllm_options import OPTIONS
 from tests.support.warm import ForkServer, Process, start_process
 
 BIN = Path(sys.executable).parent
@@ -28,9 +31,8 @@ LEASE_S = 10.0
 START_LIMIT_S = 300.0
 
 CPU_ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    **ENVIRONMENT,
     "VLLM_SERVER_DEV_MODE": "1",  # collective_rpc over HTTP, for dumping parameters; the product does not need it
-    "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
 }
@@ -51,6 +53,16 @@ def engine_env(tp: int) -> dict[str, str]:
     """Environment of a vLLM process on this CPU: one core per worker."""
     cores = os.cpu_count() or 1
     return {**os.environ, **CPU_ENV, "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(tp))}
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Arguments of an engine as flags of its server."""
+    found = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if value is not False:
+            found += [flag] if value is True else [flag, str(value)]
+    return found
 
 
 def vllm_forks(folder: Path) -> ForkServer:
@@ -181,9 +193,8 @@ class VllmServer(EngineServer):
         program: Sequence[str | Path] = (BIN / "vllm", "serve"),
     ) -> None:
         self.tp, self.dtype = tp, dtype
-        args = [*program, str(model), "--served-model-name", "m", "--dtype", dtype, "--enforce-eager"]
-        args += ["--max-model-len", "1024", "--tensor-parallel-size", str(tp), "--seed", "0"]
-        args += ["--enable-prompt-tokens-details", "--worker-extension-cls", "tests.support.engine_dump.DumpExtension"]
+        args = [*program, str(model), "--served-model-name", "m", "--dtype", dtype, "--tensor-parallel-size", str(tp)]
+        args += [*flags(OPTIONS), "--enable-prompt-tokens-details"]
         args += ["--weight-sync-backend=awex", "--weight-sync-meta-server", meta.address, *extra]
         variables = {**engine_env(tp), **meta.env, "PYTHONPATH": SOURCES, **(env or {})}
         super().__init__(args, variables, folder / "vllm.log", limit_s=limit_s, wait=wait, cold=cold)
@@ -342,12 +353,24 @@ class TrainerJob:
 
 
 class Reference(Child):
-    """The oracle engine: vLLM without awex, on checkpoints from disk; started ``anew`` for each, or reloaded."""
+    """The oracle engine: vLLM without awex, on checkpoints from disk; started ``anew`` for each, or reloaded.
 
-    def __init__(self, model: Path, folder: Path, *, tp: int, dtype: str, anew: bool = False) -> None:
+    ``options`` are further arguments of ``vllm.LLM``.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        tp: int,
+        dtype: str,
+        anew: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         args = [sys.executable, "-m", "tests.support.reference", str(model), str(tp), dtype]
-        args.append("anew" if anew else "reload")
+        args += ["anew" if anew else "reload", json.dumps(options or {})]
         super().__init__(args, folder / "reference.log", {**engine_env(tp), "PYTHONPATH": SOURCES})
 
     def wait(self) -> None:

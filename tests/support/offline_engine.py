@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from tests.support.lines import answer_stream, serve_commands
+from tests.support.vllm_options import OPTIONS
 
 
 def main() -> None:
@@ -19,11 +20,9 @@ def main() -> None:
     llm = LLM(
         sys.argv[1],
         dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=1024,
-        seed=0,
         weight_transfer_config={"backend": "awex"},
-        worker_extension_cls="tests.support.engine_dump.DumpExtension",
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+        **OPTIONS,
     )
 
     def init() -> str:

@@ -38,14 +38,14 @@ class _End:
 
 
 def random_program(
-    seed: int, count: int, tensors: int, *, casts: bool = True, big: bool = False
+    seed: int, count: int, tensors: int, *, casts: bool = True, big: bool = False, sizes: Sequence[int] = SIZES
 ) -> tuple[CopyProgram, list[int], list[int]]:
     """``count`` descriptors of ``tensors`` tensors, and the bytes of each source and destination buffer."""
     rng = np.random.default_rng(seed)
     ends = {"src": _End([0] * 3), "dst": _End([0] * 2)}
     columns: dict[str, list[int]] = {name: [] for name in NAMES}
     for k in range(count):
-        rows, cols = (int(rng.choice(BIG if big and k < 3 else SIZES)) for _ in range(2))
+        rows, cols = (int(rng.choice(BIG if big and k < 3 else sizes)) for _ in range(2))
         codes = [code for code in range(len(DTYPES)) if DTYPES[code] != "bool"]
         dst = int(rng.choice(codes))
         src = int(rng.choice([code for code in codes if can_convert(DTYPES[code], DTYPES[dst])])) if casts else dst

@@ -1,19 +1,22 @@
 """The oracle: a vLLM engine that has nothing to do with awex, loaded from checkpoints on disk.
 
-    python -m tests.support.reference MODEL TP DTYPE reload|anew     commands on standard input, see ``lines``
+    python -m tests.support.reference MODEL TP DTYPE reload|anew OPTIONS     commands on standard input, see ``lines``
 
 ``reload``: one engine, and vLLM's own ``reload_weights`` for each checkpoint. ``anew``: an engine for each.
+OPTIONS are further arguments of ``vllm.LLM``, in JSON.
 Imports no awex code, and refuses to run if any is loaded.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import Any
 
 from tests.support.engine_dump import awex_modules
 from tests.support.lines import answer_stream, serve_commands
+from tests.support.vllm_options import OPTIONS
 
 
 def main() -> None:
@@ -24,17 +27,10 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     model, tp, dtype, way = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    options = OPTIONS | json.loads(sys.argv[5])
 
     def start(checkpoint: str) -> LLM:
-        return LLM(
-            checkpoint,
-            dtype=dtype,
-            tensor_parallel_size=tp,
-            enforce_eager=True,
-            max_model_len=1024,
-            seed=0,
-            worker_extension_cls="tests.support.engine_dump.DumpExtension",
-        )
+        return LLM(checkpoint, dtype=dtype, tensor_parallel_size=tp, **options)
 
     llm = start(model)
 

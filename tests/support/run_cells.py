@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.support.cells import Cell, Outcome, TrainerRun
+from tests.support.environment import ENVIRONMENT
 from tests.support.lines import ROOT, Child, ChildError
 
 LIMIT_S = 120.0
@@ -26,7 +27,7 @@ class _Trainers:
         self._faults: dict[TrainerRun, str] = {}
         self._child: Child | None = None
         if self._left:
-            environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}", "HF_HUB_OFFLINE": "1"}
+            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}"}
             command = [sys.executable, "-m", "tests.support.dump_trainers", str(folder)]
             self._child = Child(command, folder / "trainers.log", environment)
         with contextlib.suppress(BrokenPipeError):  # that it has ended is for ``fault`` to say

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 
-from tests.support.jobs import START_LIMIT_S, EngineServer, MetaServerProcess
+from tests.support.environment import ENVIRONMENT
+from tests.support.jobs import START_LIMIT_S, EngineServer, MetaServerProcess, flags
 from tests.support.lines import ROOT, Child, ChildError, end_session
 from tests.support.sglang_reference import generate_body, read_generation, take_dump
 from tests.support.warm import ForkServer
@@ -19,12 +20,11 @@ BIN = ROOT / ".venv-sglang" / "bin"
 ON_CPU = ROOT / "tests" / "support" / "sglang_cpu"
 
 CPU_ENV = {
+    **ENVIRONMENT,
     "PYTHONPATH": os.pathsep.join([str(ON_CPU), str(ROOT), str(ROOT / "plugins")]),
     "SGLANG_USE_CPU_ENGINE": "1",
-    "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # compiling the little that SGLang compiles takes half a minute on a new machine
 }
 
 OPTIONS: dict[str, Any] = {
@@ -62,16 +62,6 @@ def sglang_env(workers: int) -> dict[str, str]:
     cores = os.cpu_count() or 1
     binding = "|".join(str(rank % cores) for rank in range(workers))
     return {**os.environ, **CPU_ENV, "SGLANG_CPU_OMP_THREADS_BIND": binding}
-
-
-def flags(options: Mapping[str, Any]) -> list[str]:
-    """Arguments of ``sglang.Engine`` as flags of the server."""
-    found = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if value is not False:
-            found += [flag] if value is True else [flag, str(value)]
-    return found
 
 
 class SglangServer(EngineServer):

@@ -139,13 +139,13 @@ def make_model(out: Path | str, kind: str = "qwen3", *, dtype: str = "bfloat16",
 
     torch.manual_seed(seed)
     chosen = KINDS[kind]
-    fields = {**SIZES, **chosen.attention, **chosen.sizes, **sizes, "tie_word_embeddings": chosen.tied}
+    fields = {**SIZES, **chosen.attention, **chosen.sizes, "tie_word_embeddings": chosen.tied, **sizes}
     config = AutoConfig.for_model(chosen.model_type, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     _randomise(model)
     path = Path(out)
     model.save_pretrained(path)
-    _byte_tokenizer().save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
     return path
 
 
@@ -169,7 +169,7 @@ def _randomise(model: Any) -> None:
                 buffer.copy_(0.1 * torch.randn(buffer.shape))
 
 
-def _byte_tokenizer() -> Any:
+def byte_tokenizer() -> Any:
     """A tokenizer without merges, whose token ``i`` is the byte ``i``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

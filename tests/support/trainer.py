@@ -3,20 +3,22 @@
 Used by tests and the demo. Imports no awex code, so that what it dumps can
 serve as the truth that awex is measured against.
 
-``run_ranks`` starts one process per rank; each calls ``join_ranks`` and makes a ``Trainer``.
+``run_ranks`` runs one process per rank; each calls ``join_ranks`` and makes a ``Trainer``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +29,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.support import megatron_cpu, megatron_cpu_spec
+from tests.support.forks import run_forked
 from tests.support.tiny_models import KINDS, SIZES, Kind
 
 ROOT = Path(__file__).resolve().parents[2]
 RENDEZVOUS = "TRAINER_RENDEZVOUS"
+START_LIMIT_S = 60.0
+"""How long imports may take, before the ranks are there."""
 
 
 @dataclass(frozen=True)
@@ -502,54 +507,51 @@ def join_ranks() -> None:
 def run_ranks(module: str, world: int, args: Sequence[str] = (), *, limit_s: float = 100.0) -> None:
     """Run ``python -m module args`` as ``world`` ranks, and wait for all. Leaves no process behind.
 
+    The ranks are forked from one process, which imports what takes long.
+
     Raises:
         RuntimeError: a rank failed, or the time limit passed; holds the end of each rank's output.
     """
     with tempfile.TemporaryDirectory() as folder:
-        ranks: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-m", "tests.support.trainer", folder, str(world), str(limit_s), module, *args]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        with open(Path(folder) / "log", "wb") as log:
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
         try:
-            for rank in range(world):
-                ranks.append(start_rank(module, rank, world, args, Path(folder)))
-            _wait(ranks, limit_s)
+            process.wait(limit_s + START_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            pass  # its status says so
         finally:
-            for process in ranks:
-                _kill(process)
-        failed = [rank for rank, process in enumerate(ranks) if process.returncode]
-        if failed:
-            logs = [f"--- rank {rank}\n" + (Path(folder) / f"{rank}.log").read_text()[-3000:] for rank in range(world)]
-            raise RuntimeError(f"ranks {failed} of {module} failed or ran past {limit_s} s\n" + "\n".join(logs))
-
-
-def start_rank(module: str, rank: int, world: int, args: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
-    """Start one rank in a session of its own. All ranks share ``folder``: their meeting point, and ``{rank}.log``."""
-    env = os.environ | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        RENDEZVOUS: str(folder / "rendezvous"),
-        "OMP_NUM_THREADS": "1",
-    }
-    with open(folder / f"{rank}.log", "wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *args],
-            cwd=ROOT,
-            env=env,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
-    """Until all have ended, one has failed (the others would wait for it for ever), or time is up."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in ranks]
-        if any(codes) or None not in codes:
-            return
-        time.sleep(0.05)
+            _kill(process)
+        if process.returncode:
+            logs = [f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(Path(folder).glob("*log"))]
+            raise RuntimeError(f"{world} ranks of {module} failed or ran past {limit_s} s\n" + "\n".join(logs))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _fork_ranks() -> None:
+    """In the process that ``run_ranks`` starts. All ranks share a folder: their meeting point, and their logs."""
+    folder, (world, limit_s), (module, *args) = Path(sys.argv[1]), sys.argv[2:4], sys.argv[4:]
+    importlib.import_module(module)
+    import megatron.core.models.gpt  # noqa: F401 - imported once, before forking
+
+    def be(rank: int) -> None:
+        with open(folder / f"{rank}.log", "wb", buffering=0) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": world, RENDEZVOUS: str(folder / "rendezvous")}
+        sys.argv = [module, *args]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.stdout.flush()
+
+    fault = run_forked([functools.partial(be, rank) for rank in range(int(world))], float(limit_s))
+    sys.exit(fault.what if fault else 0)
+
+
+if __name__ == "__main__":
+    _fork_ranks()
