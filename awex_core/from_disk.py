@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from awex_core.casts import cast_into
 from awex_core.checkpoint import tensor_files
 from awex_core.commit.digest import (
     differing_tensors,
@@ -52,7 +53,7 @@ def load_checkpoint(folder: Path, layout: Layout, memory: Memory) -> None:
     program = lower_copies(plan_copies(sources, layout, rank=0, distance=[0]), sources, 0)
     with torch.no_grad():
         for k in range(len(program)):
-            descriptor_view(program, k, memory, "dst").copy_(descriptor_view(program, k, files, "src"))
+            cast_into(descriptor_view(program, k, memory, "dst"), descriptor_view(program, k, files, "src"))
         expected = partial_digest(digest_plan(sources, layout, 0), layout, files, "full", 0)
         only = verified_tensors(layout.tensors, "full", 0)
         found = digest_program(held_plan(layout), layout.tensors, memory, "dst", only=only)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from awex_core.casts import cast
 from awex_core.commit.modes import LANES, VerifyMode
 from awex_core.errors import LayoutError
 from awex_core.kernels.tiles import digest_batches
@@ -115,7 +116,7 @@ def _digest_descriptor(program: CopyProgram, k: int, memory: Memory, side: str, 
     block_rows = max(1, CHUNK // block_cols)
     for c in range(0, cols, block_cols):
         for r in range(0, rows, block_rows):
-            block = view[r : r + block_rows, c : c + block_cols].to(wanted)
+            block = cast(view[r : r + block_rows, c : c + block_cols], wanted)
             total += mix_block(block, base + r * row_step + c * col_step, row_step, col_step, seed)
     return total % (1 << 64)
 

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from awex_core.casts import NAN
 from awex_core.kernels.tiles import COPY_COLUMNS, DIGEST_COLUMNS, Batch
 from awex_core.mixing import GOLDEN, MIX_1, MIX_2
 
@@ -40,15 +41,37 @@ _BITS = {"float64": tl.int64, "float32": tl.int32, "float16": tl.int16, "bfloat1
 
 _COPY_WIDTH = tl.constexpr(len(COPY_COLUMNS))
 _DIGEST_WIDTH = tl.constexpr(len(DIGEST_COLUMNS))
+_NAN_64, _NAN_32 = tl.constexpr(NAN[torch.float64]), tl.constexpr(NAN[torch.float32])
+_NAN_F16, _NAN_BF16 = tl.constexpr(NAN[torch.float16]), tl.constexpr(NAN[torch.bfloat16])
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 
 
 @triton.jit
 def _cast(values, SRC: tl.constexpr, DST: tl.constexpr):
-    if SRC == tl.float64:  # torch rounds to two bytes by way of four
-        if DST != tl.float64:
-            values = values.to(tl.float32)
-    return values.to(DST)
+    # ``casts.cast``. In integers where bfloat16 is concerned, which Triton's interpreter rounds otherwise than GPUs do.
+    if SRC == DST:
+        return values
+    if SRC == tl.bfloat16:
+        wide = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif SRC == tl.float64:
+        wide = values.to(tl.float32)  # to two bytes by way of four
+    elif SRC == tl.float16:
+        wide = values.to(tl.float32)
+    else:
+        wide = values
+    bits = wide.to(tl.int32, bitcast=True)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    if DST == tl.float32:
+        return tl.where(nan, _NAN_32, bits).to(tl.float32, bitcast=True)
+    elif DST == tl.float64:
+        far = wide.to(tl.float64).to(tl.int64, bitcast=True)
+        return tl.where(nan, _NAN_64, far).to(tl.float64, bitcast=True)
+    elif DST == tl.float16:
+        short = wide.to(tl.float16).to(tl.int16, bitcast=True)
+        return tl.where(nan, _NAN_F16, short).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(nan, _NAN_BF16, even).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

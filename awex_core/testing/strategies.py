@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
+from awex_core.casts import cast
 from awex_core.layout import Buffer, CanonicalTensor, Layout, Shard, build_layout, itemsize
 from awex_core.layout.live import Memory, ShardCollector
 
@@ -167,7 +168,7 @@ class Rank:
         buffers = [np.full(buffer.nbytes, BLANK, dtype=np.uint8) for buffer in layout.buffers]
         for shard in layout.shards():
             box = tuple((low, low + extent) for low, extent in zip(shard.start, shard.extent, strict=True))
-            values = case.source_values(shard.tensor, version)[_slices(box)].to(getattr(torch, shard.dtype))
+            values = cast(case.source_values(shard.tensor, version)[_slices(box)], getattr(torch, shard.dtype))
             bits_view(buffers[shard.buffer], shard)[...] = bits_of(values)
         return buffers
 
@@ -192,14 +193,16 @@ class Case:
 
 @functools.lru_cache(maxsize=256)
 def random_values(tensor: CanonicalTensor, dtype: str, version: int) -> torch.Tensor:
-    """Values of every size and sign a dtype has (but no NaN), the same in every process."""
+    """Values of every size, sign and kind a dtype has, the same in every process."""
     seed = hashlib.blake2b(f"{tensor.name}/{version}".encode(), digest_size=8).digest()
     random = np.random.default_rng(int.from_bytes(seed, "little"))
     wanted: torch.dtype = getattr(torch, dtype)
     if wanted.is_floating_point:
         values = random.standard_normal(tensor.shape) * 2.0 ** random.integers(-12, 8, tensor.shape)
         values = np.where(random.random(tensor.shape) < 0.05, -0.0, values)
-        return torch.from_numpy(np.asarray(values)).to(wanted)
+        found = torch.from_numpy(np.asarray(values)).to(wanted)
+        any_bits = torch.frombuffer(bytearray(random.bytes(found.nbytes)), dtype=wanted).view(found.shape)
+        return torch.where(torch.from_numpy(np.asarray(random.random(tensor.shape) < 0.1)), any_bits, found)
     if dtype == "bool":
         return torch.from_numpy(np.asarray(random.random(tensor.shape) < 0.5))
     return torch.from_numpy(np.frombuffer(random.bytes(tensor.numel * wanted.itemsize), dtype=dtype).copy()).view(

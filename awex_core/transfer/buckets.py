@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from awex_core.casts import cast_into
 from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.live import Memory
 from awex_core.plan.boxes import IntArray
@@ -101,7 +102,13 @@ class BucketViews:
 
     def pack(self, staging: torch.Tensor) -> None:
         """Gather the live pieces into ``staging``, casting to the destination's dtype."""
-        torch._foreach_copy_(self._views(staging), self._live)
+        pairs = list(zip(self._views(staging), self._live, strict=True))
+        same = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
+        if same:
+            torch._foreach_copy_([packed for packed, _ in same], [live for _, live in same])
+        for packed, live in pairs:
+            if packed.dtype != live.dtype:
+                cast_into(packed, live)
 
     def unpack(self, staging: torch.Tensor) -> None:
         """Scatter the packed pieces to where they live."""

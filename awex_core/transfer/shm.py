@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from awex_core.casts import cast_into
 from awex_core.errors import SyncTimeout, TransferError
 from awex_core.layout.dtypes import DTYPES, ITEMSIZE
 from awex_core.layout.live import Memory
@@ -208,7 +209,7 @@ class ShmReceiver:
         dtype = getattr(torch, DTYPES[int(program.src_dtype[k])])
         packed = self._staging[: rows * cols * dtype.itemsize].view(dtype)
         values = packed.view(cols, rows).t() if source.by_columns else packed.view(rows, cols)
-        descriptor_view(program, k, memory, "dst").copy_(values)
+        cast_into(descriptor_view(program, k, memory, "dst"), values)
 
     def close(self) -> None:
         """Forget the prepared pulls; the writer's memory needs no release."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from awex_core import mixing
+from awex_core.casts import cast
 from awex_core.commit.digest import (
     LANES,
     Lanes,
@@ -82,7 +83,8 @@ def by_definition(case: Case, version: int) -> dict[str, int]:
     digests = {}
     for tensor in case.tensors:
         [seed] = tensor_seeds([tensor]).tolist()
-        bits = bits_of(case.source_values(tensor, version).to(getattr(torch, wanted[tensor.name]))).ravel().tolist()
+        values = cast(case.source_values(tensor, version), getattr(torch, wanted[tensor.name]))
+        bits = bits_of(values).ravel().tolist()
         digests[tensor.name] = sum(reference(b, i, seed) for i, b in enumerate(bits)) & MASK
     return digests
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from awex_core.casts import cast, cast_into
 from awex_core.commit.digest import digest_program, lane_of
 from awex_core.commit.modes import LANES
 from awex_core.errors import PlanError
@@ -63,7 +64,7 @@ def _copy(batches: list[Batch]) -> None:
                 _view(tile[end], *shape, tile[f"{end}_row_stride"], tile[f"{end}_col_stride"], dtype)
                 for end, dtype in (("src", batch.src_dtype), ("dst", batch.dst_dtype))
             ]
-            ends[1].copy_(ends[0])
+            cast_into(ends[1], ends[0])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -71,7 +72,7 @@ def test_copies(seed: int) -> None:
     program, src_sizes, dst_sizes = random_program(seed, 60, len(TENSORS), big=seed == 0)
     source, found, expected = (random_memory(sizes, 1, CPU) for sizes in (src_sizes, dst_sizes, dst_sizes))
     for k in range(len(program)):
-        descriptor_view(program, k, expected, "dst").copy_(descriptor_view(program, k, source, "src"))
+        cast_into(descriptor_view(program, k, expected, "dst"), descriptor_view(program, k, source, "src"))
     _copy(copy_batches(program, source.addresses, found.addresses))
     assert all(torch.equal(a, b) for a, b in zip(found.buffers, expected.buffers, strict=True))
 
@@ -112,9 +113,8 @@ def test_digests(seed: int, side: Any) -> None:
     for batch in digest_batches(program, memory.addresses, side):
         for tile in _rows(batch, DIGEST_COLUMNS):
             _check_claims(batch, tile, ("src_col_stride",))
-            values = _view(
-                tile["src"], tile["rows"], tile["cols"], tile["src_row_stride"], tile["src_col_stride"], batch.src_dtype
-            ).to(getattr(torch, batch.dst_dtype))
+            where = [tile[column] for column in ("src", "rows", "cols", "src_row_stride", "src_col_stride")]
+            values = cast(_view(*where, batch.src_dtype), getattr(torch, batch.dst_dtype))
             if batch.per_word > 1:
                 values = values.contiguous().view({2: torch.int32, 4: torch.int16, 8: torch.int8}[batch.per_word])
             steps = tile["canonical_row_stride"], tile["canonical_col_stride"]
@@ -124,7 +124,7 @@ def test_digests(seed: int, side: Any) -> None:
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
-    """Where there is no GPU: all that they do but casting. In a process of its own, as it is chosen at import."""
+    """Where there is no GPU. In a process of its own, as it is chosen at import."""
     args = [sys.executable, "-W", "ignore", "-m", "tests.support.kernel_checks"]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True, timeout=110, check=False)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.kernel_checks import check_copies, check_digests
+from tests.support.kernel_checks import check_casts, check_copies, check_digests
 
 pytestmark = pytest.mark.gpu
 
@@ -23,3 +23,7 @@ def test_copies(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_digests(seed: int, side: Any) -> None:
     check_digests(DEVICE, seed, side, big=seed == 0)
+
+
+def test_casts() -> None:
+    check_casts(DEVICE)

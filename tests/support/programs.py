@@ -65,12 +65,17 @@ def random_program(
     return program, ends["src"].used, ends["dst"].used
 
 
+def one_piece(count: int, src: torch.dtype, dst: torch.dtype) -> CopyProgram:
+    """One descriptor: ``count`` elements in a row, from the begin of the first buffer to that of the other side's."""
+    codes = [DTYPES.index(str(dtype).removeprefix("torch.")) for dtype in (src, dst)]
+    values = dict.fromkeys(NAMES, 0) | {"rows": 1, "cols": count, "canonical_col_stride": 1}
+    values |= {"src_dtype": codes[0], "dst_dtype": codes[1], "dst_itemsize": dst.itemsize}
+    values |= {"src_col_stride": src.itemsize, "dst_col_stride": dst.itemsize}
+    return CopyProgram(**{name: np.asarray([value], dtype=np.int64) for name, value in values.items()})
+
+
 def random_memory(sizes: Sequence[int], seed: int, device: torch.device) -> Memory:
-    """Buffers of random bytes that are finite numbers in every floating type of two bytes and more."""
+    """Buffers of random bytes: numbers of every kind, NaN among them."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
-    for nbytes in sizes:
-        values = torch.randint(0, 256, (nbytes + 16,), dtype=torch.uint8, generator=generator)
-        values &= 0xBF  # no exponent is all ones
-        found.append(values.to(device))
-    return Memory(tuple(found))
+    buffers = (torch.randint(0, 256, (nbytes + 16,), dtype=torch.uint8, generator=generator) for nbytes in sizes)
+    return Memory(tuple(values.to(device) for values in buffers))
