@@ -46,7 +46,7 @@ check: setup-vllm
 
 # The tests of a file share processes, so a worker runs whole files; what takes long goes first (tests/conftest.py).
 test: setup
-	$(PY) -m tests.ready
+	$(PY) -m tests.ready '$(WORKERS)'
 	$(PY) -m pytest tests --numprocesses '$(WORKERS)' --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all: export AWEX_ALL_CELLS = 1
