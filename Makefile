@@ -15,6 +15,8 @@
 SHELL := bash
 PY := .venv/bin/python
 MAKEFLAGS += --no-print-directory
+# Where it is set, each of hundreds of processes would compile our modules for itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 ENGINE ?= vllm
 TRAINER ?= tp=2
