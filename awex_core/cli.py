@@ -211,14 +211,14 @@ def _limits(process: Process) -> str:
 def _engines_table(engines: list[EngineView]) -> Table:
     table = _table("Engines", "engine", "state", "version", "live", "workers", "pids", "generation", "limits", "reason")
     for view in engines:
-        live = "yes" if view.live else "no"
+        live = "yes" if view.live else f"gone for {view.gone_s:.0f} s" if view.gone_s else "no"
         world = view.workers[0].world if view.workers else 0
         workers = f"{len(view.workers)} of {world}"
         pids = ", ".join(str(worker.process.pid) for worker in view.workers)
         limits = _limits(view.workers[0].process) if view.workers else ""
         table.add_row(
             *_plain(view.engine, view.state, str(view.version), live, workers, pids),
-            *_plain(str(view.generation), limits, view.reason),
+            *_plain(str(view.generation), limits, f"parked: {view.parked}" if view.parked else view.reason),
         )
     return table
 

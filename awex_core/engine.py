@@ -15,7 +15,7 @@ workers, resuming. Its methods are called by ``EngineController``; see there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,24 @@ class LoaderPathModule:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Tensors that no version brings or that go nowhere, by name, and the rule by which that is right."""
+
+    rule: str
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
+        return f"{', '.join(self.names[:3])}{more}: {self.rule}"
+
+
+def left_out(found: Mapping[str, str]) -> tuple[LeftOut, ...]:
+    """Names with their rule, by rule."""
+    rules = dict.fromkeys(found.values())
+    return tuple(LeftOut(rule, tuple(name for name in found if found[name] == rule)) for rule in rules)
+
+
 @dataclass(frozen=True)
 class TracedModel:
     """One worker's model, traced.
@@ -43,13 +61,15 @@ class TracedModel:
     ``layout`` describes where every piece of the checkpoint belongs, loader-path
     modules included (in memory that exists only during a sync: the buffers
     ``staged``). ``refreshed`` names modules that compute from a copy of their
-    weights and make it anew.
+    weights and make it anew. ``kept`` are parameters and persistent buffers of
+    the model that no version changes.
     """
 
     layout: Layout
     loader_path: tuple[LoaderPathModule, ...] = ()
     refreshed: tuple[str, ...] = ()
     staged: frozenset[int] = frozenset()
+    kept: tuple[LeftOut, ...] = ()
 
     @property
     def loader_path_nbytes(self) -> int:

@@ -20,7 +20,7 @@ from awex_core.layout.live import Memory
 from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import CopyView, JobView, Resend, SyncView, WorkerInfo, WriterInfo
 from awex_core.plan import SourceIndex, index_sources
-from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
+from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced, sources_of
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.export import encode_endpoint, export_memory
 from awex_core.version import Version
@@ -113,7 +113,11 @@ class Lender:
         sources = index_sources([self._layouts.get(lender.layout) for lender in copy.lenders])
         workers = view.engines[self._target].workers
         key = SessionKey(
-            copy.sync.version.epoch, self._target, copy.sync.engines[self._target].generation, copy_key(copy)
+            copy.sync.version.epoch,
+            self._target,
+            copy.sync.engines[self._target].generation,
+            copy_key(copy),
+            sources_of(copy.lenders),
         )
         self._session = session = WriterSession(
             key,

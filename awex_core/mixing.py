@@ -47,8 +47,14 @@ def mix_block(values: torch.Tensor, base: int, row_step: int, col_step: int, see
 
 
 def _mix_block_cpu(values: torch.Tensor, base: int, row_step: int, col_step: int, seed: int) -> int:
-    # numpy's unsigned integers shift logically and, in place, stay in the cache: 8 times as fast as torch's.
-    bits = values.contiguous().view(_BITS[values.element_size()]).numpy().view(_NUMPY_BITS[values.element_size()])
+    # numpy's unsigned integers shift logically and, in place, stay in the cache: 8 times as fast as torch's. Of a copy:
+    # torch does not resize a storage any more that numpy has seen, and trainers do so when they offload weights.
+    bits = (
+        values.clone(memory_format=torch.contiguous_format)
+        .view(_BITS[values.element_size()])
+        .numpy()
+        .view(_NUMPY_BITS[values.element_size()])
+    )
     rows = np.arange(bits.shape[0], dtype=np.uint64) * np.uint64(row_step * GOLDEN % (1 << 64))
     cols = np.arange(bits.shape[1], dtype=np.uint64) * np.uint64(col_step * GOLDEN % (1 << 64))
     rows += np.uint64(((base + 1) * GOLDEN + seed) % (1 << 64))

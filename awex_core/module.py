@@ -26,7 +26,7 @@ from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, LayoutError, list_faults
 from awex_core.layout.dtypes import can_convert, dtype_code
 from awex_core.layout.layout import CanonicalTensor
-from awex_core.layout.live import ShardCollector
+from awex_core.layout.live import OFFLOADED, Held, ShardCollector
 from awex_core.trainer import Description, Places, WeightSync, connect
 
 Names = Mapping[str, str | None] | Callable[[str], str | None]
@@ -51,7 +51,8 @@ def attach(
         config: the settings; by default those in the environment (``SyncConfig.from_env``).
         hf_config: the checkpoint that the weights are published as, if there is one: its folder, a ``config.json``,
             its content or a transformers config object. A folder with safetensors files says which tensors there
-            are, in which types, and everything is checked against it; only then are buffers published.
+            are, buffers included, in which types, and everything is checked against it. Without one, all parameters
+            and persistent buffers are published, which is what a checkpoint of the module would hold.
         names: for modules whose parameters have other names than the checkpoint's. A function is asked for each
             parameter and buffer.
         quantize: "fp8_block" when ``hf_config`` is a block-scaled FP8 checkpoint: this side quantises (``quantize``).
@@ -71,8 +72,28 @@ def attach(
 
 def describe(module: torch.nn.Module, checkpoint: Checkpoint, names: Names | None = None) -> Description:
     """This rank's part of ``module``; arguments and errors as ``attach``."""
-    tensors = _name(_tensors_of(module), checkpoint, names)
+    found = _tensors_of(module)
+    tensors = _name(found, checkpoint, names)
     _check_ties(tensors, checkpoint)
+    published = {tensor.label for tensor in tensors}
+    left_out = {tensor.label for tensor in found} - published
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        """What is published, and parameters that were not there at this call."""
+        for tensor in _tensors_of(module):
+            if tensor.label in published or not (tensor.is_buffer or tensor.label in left_out):
+                yield tensor.label, _local(tensor.live)
+
+    def collect() -> Held:
+        return _collect(_name(_tensors_of(module), checkpoint, names), checkpoint)[0]
+
+    (layout, memory), manifest = _collect(tensors, checkpoint)
+    places = Places(watched, collect)
+    return Description(layout, memory, manifest, places.find)
+
+
+def _collect(tensors: Iterable[_Tensor], checkpoint: Checkpoint) -> tuple[Held, list[CanonicalTensor]]:
+    """What this rank holds of some tensors and where it lies, and all of them as the checkpoint has them."""
     collector, manifest, faults = ShardCollector(), [], []
     for tensor in tensors:
         try:
@@ -87,10 +108,7 @@ def describe(module: torch.nn.Module, checkpoint: Checkpoint, names: Names | Non
                 collector.add(name, shape, start, local, dtype)
     if faults:
         raise LayoutError(list_faults(f"{len(faults)} parameters cannot be published", faults))
-    published = {tensor.label for tensor in tensors}
-    places = Places(lambda: [(t.label, _local(t.live)) for t in _tensors_of(module) if t.label in published])
-    layout, memory = collector.build()
-    return Description(layout, memory, manifest, places.check)
+    return collector.build(), manifest
 
 
 # What a module holds, and under which names.
@@ -98,11 +116,15 @@ def describe(module: torch.nn.Module, checkpoint: Checkpoint, names: Names | Non
 
 @dataclass
 class _Tensor:
-    """A parameter or buffer: every name the module has for it, in the checkpoint's words, and those it goes by."""
+    """A parameter or buffer: every name the module has for it, in the checkpoint's words, and those it goes by.
+
+    ``saved``: as parameters and persistent buffers are, so that it is published even if no headers name it.
+    """
 
     live: torch.Tensor
     labels: list[str]
     is_buffer: bool
+    saved: bool
     aliases: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
@@ -124,12 +146,24 @@ def _tensors_of(module: torch.nn.Module) -> list[_Tensor]:
             )
         if isinstance(child, FSDPModule):
             child.reshard()  # the root stays gathered after a forward pass without a backward one; a no-op otherwise
+    saved = _saved_buffers(module)
     found: dict[int, _Tensor] = {}
     parameters = ((name, live, False) for name, live in module.named_parameters(remove_duplicate=False))
     buffers = ((name, live, True) for name, live in module.named_buffers(remove_duplicate=False))
     for name, live, is_buffer in [*parameters, *buffers]:
-        found.setdefault(id(live), _Tensor(live, [], is_buffer)).labels.append(_plain_name(name))
+        tensor = found.setdefault(id(live), _Tensor(live, [], is_buffer, saved=False))
+        tensor.labels.append(_plain_name(name))
+        tensor.saved |= not is_buffer or name in saved
     return list(found.values())
+
+
+def _saved_buffers(module: torch.nn.Module) -> set[str]:
+    """Names of the persistent buffers: those that a state dict holds."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        for name in child._buffers.keys() - child._non_persistent_buffers_set
+    }
 
 
 def _plain_name(name: str) -> str:
@@ -139,22 +173,24 @@ def _plain_name(name: str) -> str:
 def _name(tensors: Iterable[_Tensor], checkpoint: Checkpoint, names: Names | None) -> list[_Tensor]:
     """The tensors to publish, named.
 
-    A tied parameter goes by those of its names that the checkpoint has, or by its first.
+    A tied parameter goes by those of its names that the checkpoint has, or by its first. Which buffers a checkpoint
+    has its headers say; where there are none, it has those that a state dict would hold.
     """
     known = checkpoint.tensors or {}
     published, faults = [], []
     for tensor in tensors:
+        wanted = not tensor.is_buffer or (tensor.saved and checkpoint.tensors is None)
         for label in tensor.labels:
             try:
                 name = _translate(label, names)
             except LayoutError as error:
-                if not tensor.is_buffer:
+                if wanted:
                     faults.append(str(error))
                 continue
             if name is not None and name not in tensor.aliases:
                 tensor.aliases.append(name)
         tensor.names = [name for name in tensor.aliases if name in known]
-        if not tensor.names and not tensor.is_buffer:
+        if not tensor.names and wanted:
             tensor.names = tensor.aliases[:1]
         if tensor.names:
             published.append(tensor)
@@ -232,6 +268,8 @@ def local_box(live: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tor
         raise LayoutError(f"it is a {type(local).__name__}, whose memory does not hold its elements")
     if local.layout != torch.strided:
         raise LayoutError(f"it is stored as {local.layout}; only strided tensors can be published")
+    if local.numel() and not local.untyped_storage().nbytes():
+        raise LayoutError(OFFLOADED)
     if not isinstance(live, DTensor):
         return tuple(live.shape), (0,) * live.dim(), local
     mesh, shape = live.device_mesh, tuple(live.shape)

@@ -248,14 +248,31 @@ class BlockQuantizer:
             PlanError: ranks disagree about a tensor's shape.
         """
         self.block = form.block
-        self._reduce_max = reduce_max
+        self._reduce_max, self._rank, self._wanted, self._form = reduce_max, rank, wanted, form
         self._sources = index_sources(layouts)
-        self._live, self._rank = (layouts[rank], memory), rank
+        self._live = (layouts[rank], memory)
         chosen = np.asarray([spec.name in wanted for spec in self._sources.tensors], dtype=bool)
         self._slots, exchanged = _exchange_slots(self._sources, chosen, self.block)
-        self.layout, self.memory, self._cells = self._stage(chosen, wanted, form)
+        owner = choose_replicas(self._sources)  # spread by bytes, so replicas share the work and the memory
+        self._mine = np.flatnonzero(chosen[self._sources.tensor] & (self._sources.rank[owner] == rank)).tolist()
         device = memory.buffers[0].device if memory.buffers else torch.device("cpu")
+        elements = int(self._sources.extent[self._mine].prod(axis=1).sum())
+        self._weights = torch.empty(elements, dtype=torch.uint8, device=device).view(FP8)
+        boxes = [self._scale_box(cell) for cell in self._mine]
+        self._scales = torch.empty(sum(math.prod(box[1]) for box in boxes), dtype=torch.float32, device=device)
+        self.layout, self.memory, self._cells = self._stage()
         self._maxima = torch.zeros(exchanged, dtype=torch.float32, device=device)
+
+    def follow(self, layout: Layout, memory: Memory) -> None:
+        """Quantise from ``memory`` from now on: this rank's weights have moved. The results stay where they are."""
+        if memory is self._live[1]:
+            return
+        if layout is not self._live[0]:
+            layouts = list(self._sources.layouts)
+            layouts[self._rank] = layout
+            self._sources = index_sources(layouts)  # the same cells: only where they lie has changed
+        self._live = (layout, memory)
+        self.layout, self.memory, self._cells = self._stage()
 
     @property
     def staging_nbytes(self) -> int:
@@ -288,32 +305,25 @@ class BlockQuantizer:
         whole = self._maxima[first : first + math.prod(shape)].view(shape)
         return whole[rows[0] : rows[1], cols[0] : cols[1]]
 
-    def _stage(
-        self, chosen: np.ndarray[Any, np.dtype[np.bool_]], wanted: Collection[str], form: BlockFormat
-    ) -> tuple[Layout, Memory, list[_Cell]]:
+    def _stage(self) -> tuple[Layout, Memory, list[_Cell]]:
         """Layout and memory that replace the rank's own, and its work."""
         sources, collector = self._sources, ShardCollector()
-        layout, memory = self._live
+        layout = self._live[0]
         for row in range(len(layout)):
             shard = layout.shard(row)
-            if shard.tensor.name not in wanted:
+            if shard.tensor.name not in self._wanted:
                 spec, view = shard.tensor, self._view(row, shard.start, shard.extent)
                 collector.add(spec.name, spec.shape, shard.start, view, spec.dtype)
-        owner = choose_replicas(sources)  # spread by bytes, so replicas share the work and the memory
-        mine = np.flatnonzero(chosen[sources.tensor] & (sources.rank[owner] == self._rank))
-        elements = int(sources.extent[mine].prod(axis=1).sum())
-        device = memory.buffers[0].device if memory.buffers else torch.device("cpu")
-        weights = torch.empty(elements, dtype=torch.uint8, device=device).view(FP8)
-        boxes = [self._scale_box(cell) for cell in mine]
-        scales = torch.empty(sum(math.prod(box[1]) for box in boxes), dtype=torch.float32, device=device)
+        owner = choose_replicas(sources)
         cells, at, scale_at = [], 0, 0
-        for cell, (scale_start, scale_extent) in zip(mine.tolist(), boxes, strict=True):
+        for cell in self._mine:
             spec = sources.tensors[sources.tensor[cell]]
+            scale_start, scale_extent = self._scale_box(cell)
             start, extent = _pair(sources.start[cell]), _pair(sources.extent[cell])
-            out = weights[at : at + math.prod(extent)].view(extent)
-            scale = scales[scale_at : scale_at + math.prod(scale_extent)].view(scale_extent)
+            out = self._weights[at : at + math.prod(extent)].view(extent)
+            scale = self._scales[scale_at : scale_at + math.prod(scale_extent)].view(scale_extent)
             at, scale_at = at + out.numel(), scale_at + scale.numel()
-            quantised, scaled = form.derive(spec)
+            quantised, scaled = self._form.derive(spec)
             collector.add(quantised.name, quantised.shape, start, out)
             if scale.numel():
                 collector.add(scaled.name, scaled.shape, scale_start, scale)
@@ -323,8 +333,7 @@ class BlockQuantizer:
             source = self._view(int(sources.row[owner[cell]]), start, extent)
             place = None if slot is None else (slot, grid_of(spec.shape, self.block))
             cells.append(_Cell(source, start, out, scale, (inner[0], inner[1]), place))
-        new_layout, new_memory = collector.build()
-        return new_layout, new_memory, cells
+        return *collector.build(), cells
 
     def _scale_box(self, cell: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The blocks whose first element lies in a cell. Over all cells they are each block once."""

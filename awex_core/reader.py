@@ -54,7 +54,15 @@ from awex_core.meta.messages import EngineView, JobView, SyncView, WeightsState,
 from awex_core.ownership import Ownership
 from awex_core.plan import CopyProgram, SourceIndex, check_precision, index_sources
 from awex_core.process import this_process
-from awex_core.session import LayoutCache, ReaderSession, SessionKey, check_complete, has_traced, refusals
+from awex_core.session import (
+    LayoutCache,
+    ReaderSession,
+    SessionKey,
+    check_complete,
+    has_traced,
+    refusals,
+    sources_of,
+)
 from awex_core.shadow import Pieces, Shadow, beside_compute
 from awex_core.transfer import shm_staged
 from awex_core.transfer.base import Deadline, Progress
@@ -394,6 +402,10 @@ class WeightReader:
             logger.info("%s", list_faults("awex: received aside and finished by the engine:", reasons))
         if traced.refreshed:
             logger.info("%s", list_faults("awex: received in place, and copies of it made anew:", traced.refreshed))
+        if traced.kept:
+            logger.info(
+                "%s", list_faults("awex: kept by the engine, since no version has them:", list(map(str, traced.kept)))
+            )
 
     # Repairing, while the engine is torn and paused
 
@@ -601,8 +613,8 @@ class WeightReader:
 
     def _ensure_session(self, update: _Update, traced: TracedModel, deadline: Deadline) -> ReaderSession:
         sync = update.sync
-        generation, snapshot = sync.engines[self.engine].generation, any(w.snapshot for w in update.writers)
-        key = SessionKey(sync.version.epoch, self.engine, generation, update.copy, snapshot)
+        generation = sync.engines[self.engine].generation
+        key = SessionKey(sync.version.epoch, self.engine, generation, update.copy, sources_of(update.writers))
         if self._session is not None and self._session.key == key:
             return self._session
         self._close_session()
@@ -763,6 +775,8 @@ class WeightReader:
         attempt.figures["post_load_s"] = time.perf_counter() - begun
         self._committed = attempt.verified
         self.ownership.received()
+        if self._session is not None and self._session.passing:
+            self._close_session()
         self._report(attempt)
         if self.controlled:
             self.version = attempt.version

@@ -23,7 +23,7 @@ from awex_core.commit.digest import in_lanes
 from awex_core.config import SyncConfig
 from awex_core.engine import TracedModel
 from awex_core.errors import ConfigError, PlanError, TransferError
-from awex_core.layout.layout import CanonicalTensor, Layout
+from awex_core.layout.layout import CanonicalTensor, Layout, content_hash
 from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout
 from awex_core.meta.client import MetaClient
@@ -97,14 +97,19 @@ class SessionKey:
     generation: int
     copy: str = ""
     """Which copy it belongs to, when the other end is not the trainer."""
-    snapshot: bool = False
-    """Whether the writers publish from a snapshot: other memory, so another session."""
+    sources: str = ""
+    """Which memory the writers publish from (``sources_of``): where they have moved to, it takes another session."""
 
     def path(self, *parts: object) -> str:
         """A key of the meta server's small values."""
-        particular = [self.copy] if self.copy else ["snapshot"] if self.snapshot else []
+        particular = [each for each in (self.copy, self.sources) if each]
         whose = (self.epoch, self.engine, self.generation, *particular)
         return "/".join(map(str, (parts[0], *whose, *parts[1:])))
+
+
+def sources_of(writers: Sequence[WriterInfo]) -> str:
+    """What tells the memory that some writers publish from, all together, from any that they used before."""
+    return content_hash("\n".join(f"{w.layout} {w.endpoint} {w.moved}" for w in writers).encode())
 
 
 class LayoutCache:
@@ -390,6 +395,7 @@ class ReaderSession:
             SyncTimeout: a writer did not offer its end in time; named.
         """
         self.key, self.worker, self.sources = key, worker, sources
+        self._stays = all(writer.stays for writer in writers)
         begun = time.perf_counter()
         layout, always = traced.layout, traced.staged_tensors
         table = plan_for_worker(sources, layout, worker, writers)
@@ -531,6 +537,11 @@ class ReaderSession:
     def one_sided(self) -> bool:
         """Whether receiving takes nobody's help."""
         return set(self._receivers) <= {shm.NAME, ipc.NAME}
+
+    @property
+    def passing(self) -> bool:
+        """Whether to close it after each version: it keeps memory mapped that its owner would rather free (offload)."""
+        return self.one_sided and not self._stays
 
     def close(self) -> None:
         """Release every transport."""

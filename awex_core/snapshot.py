@@ -38,6 +38,10 @@ class Snapshot:
                 f" room for it: {error}; publish with blocking=True"
             ) from error
 
+    def follow(self, live: Memory) -> None:
+        """Copy from ``live`` from now on: the weights have moved. Its buffers must be as large as those before."""
+        self._live = live
+
     def take(self) -> None:
         """Copy the weights as they are now; returns once that is done."""
         gpu = self.memory.gpu

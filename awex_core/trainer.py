@@ -1,4 +1,4 @@
-"""What every trainer plugin needs around its ``WeightWriter``: ranks that attach together, and memory that stays.
+"""What every trainer plugin needs around its ``WeightWriter``: ranks that attach together, and memory that may move.
 
 A plugin describes this rank (``Description``); ``connect`` compares all ranks' descriptions and joins the job.
 """
@@ -9,8 +9,9 @@ import contextlib
 import datetime
 import functools
 import itertools
+import math
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -21,8 +22,8 @@ import torch.distributed as dist
 from awex_core.checkpoint import Checkpoint
 from awex_core.config import SyncConfig
 from awex_core.errors import AwexError, ConfigError, LayoutError, SyncTimeout, list_faults
-from awex_core.layout.layout import CanonicalTensor, Layout
-from awex_core.layout.live import Memory
+from awex_core.layout.layout import CanonicalTensor, Layout, same_parts
+from awex_core.layout.live import OFFLOADED, Held, Memory, TensorPlace
 from awex_core.layout.wire import decode_layout, decode_manifest, encode_layout, encode_manifest
 from awex_core.plan import check_distinct
 from awex_core.quantize import BlockFormat, BlockQuantizer
@@ -35,14 +36,14 @@ class Description:
     """One rank's part of the model, as its plugin found it.
 
     ``tensors`` may name more than ``layout``: those of which this rank holds
-    nothing. ``settle`` brings the parameters to their final values where the
-    layout says they are, before each version; it may raise and may be collective.
+    nothing. ``settle`` brings the parameters to their final values before each
+    version, and says where they lie then (``Places.find``); it may raise and may be collective.
     """
 
     layout: Layout
     memory: Memory
     tensors: Sequence[CanonicalTensor]
-    settle: Callable[[], None]
+    settle: Callable[[], Held]
 
 
 class WeightSync:
@@ -63,7 +64,7 @@ class WeightSync:
         ``options`` and result are those of ``WeightWriter.write_weights``; so are its errors, besides:
 
         Raises:
-            LayoutError: parameters have moved since ``attach``.
+            LayoutError: parameters have no memory now, or are not what they were when ``attach`` was called.
         """
         if blocking:
             return self.writer.write_weights(version, **options)
@@ -162,54 +163,93 @@ def quantized(
     reduce_max = functools.partial(all_reduce_max, limit_s=limit_s)
     quantizer = BlockQuantizer(layouts, rank, mine.memory, wanted, form, reduce_max)
 
-    def settle() -> None:
-        _settle_together(mine.settle, limit_s)
+    def settle() -> Held:
+        quantizer.follow(*_settle_together(mine.settle, limit_s))
         quantizer.run()
+        return quantizer.layout, quantizer.memory
 
     kept = [tensor for tensor in manifest if tensor.name not in wanted]
     whole = sorted([*kept, *derived])
     return Description(quantizer.layout, quantizer.memory, whole, settle), whole
 
 
-def _settle_together(settle: Callable[[], None], limit_s: float) -> None:
+def _settle_together(settle: Callable[[], Held], limit_s: float) -> Held:
     """Settle on every rank or raise on every rank: what follows is collective."""
+    held: Held | None = None
     own: AwexError | None = None
     try:
-        settle()
+        held = settle()
     except AwexError as error:
         own = error
     told = all_gather_bytes(str(own or "").encode(), limit_s=limit_s)
-    if own is not None:
-        raise own
     faults = [f"rank {rank}: {fault.decode()}" for rank, fault in enumerate(told) if fault]
-    if faults:
-        raise LayoutError(list_faults(f"{len(faults)} of {len(told)} trainer ranks cannot publish", faults))
+    if held is None or faults:
+        raise own or LayoutError(list_faults(f"{len(faults)} of {len(told)} trainer ranks cannot publish", faults))
+    return held
 
 
 class Places:
-    """Remembers where a rank's parameters lie.
+    """Follows a rank's parameters to where they lie.
 
-    A layout describes memory. Wrapping a model, or a framework that swaps
-    weights out and in again, moves parameters to other memory; what the layout
-    describes then still exists and never changes again.
+    A layout describes memory. A framework that swaps weights out and in again, or wraps a model, moves parameters to
+    other memory; what the layout described is then used for something else, or never changes again.
     """
 
-    def __init__(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        """``named`` gives the parameters' local tensors as they are at the time, with names for error messages."""
-        self._named = named
-        self._addresses = self._now()
+    def __init__(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]], describe: Callable[[], Held]) -> None:
+        """Describe them as they are.
 
-    def check(self) -> None:
-        """Raise ``LayoutError``, naming the parameters, if any has moved since this object was made."""
+        Args:
+            named: gives the parameters' local tensors as they are at the time, with names for error messages.
+            describe: gives the layout and the memory as they are at the time.
+
+        Raises:
+            LayoutError: what ``describe`` raises.
+        """
+        self._named, self._describe = named, describe
+        self._held = describe()
+        self._places = self._now()
+
+    def find(self) -> Held:
+        """Layout and memory as they are now; the very objects of the last time, if nothing has moved since.
+
+        Raises:
+            LayoutError: a parameter has no memory now, or is no longer what it was; named.
+        """
         now = self._now()
-        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
-        if moved:
-            raise LayoutError(
-                list_faults(f"{len(moved)} parameters have moved since attach(); attach after the last wrapping", moved)
-            )
+        if now != self._places:
+            faults = list(_changes(self._places, now))
+            if faults:
+                raise LayoutError(list_faults(f"{len(faults)} parameters cannot be published as they are", faults))
+            layout, memory = self._describe()
+            if not same_parts(layout, self._held[0]):
+                raise LayoutError("this rank holds other parts of the model than at attach(); attach again")
+            self._held, self._places = (self._held[0] if layout == self._held[0] else layout, memory), now
+        return self._held
 
-    def _now(self) -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in self._named()}
+    def _now(self) -> dict[str, TensorPlace]:
+        return {name: TensorPlace.of(tensor) for name, tensor in self._named()}
+
+
+def _changes(before: Mapping[str, TensorPlace], now: Mapping[str, TensorPlace]) -> Iterator[str]:
+    """What cannot be followed, by the parameter's name; that it lies elsewhere can."""
+    for name in sorted(before.keys() - now.keys()):
+        yield f"{name}: it is no longer part of the model; attach again after the last change to it"
+    for name in sorted(now.keys() - before.keys()):
+        yield f"{name}: it was no part of the model at attach(); attach again after the last change to it"
+    for name in sorted(before.keys() & now.keys()):
+        old, new = before[name], now[name]
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            yield (
+                f"{name}: it is {new.dtype} of shape {new.shape}, at attach() it was {old.dtype} of shape {old.shape}; "
+                "attach again"
+            )
+        elif new.device != old.device:
+            yield (
+                f"{name}: it lies on {new.device}, at attach() it lay on {old.device}; bring it back before "
+                "write_weights(), or attach again"
+            )
+        elif math.prod(new.shape) and not new.storage_nbytes:
+            yield f"{name}: {OFFLOADED}"
 
 
 class _Offer(msgspec.Struct, frozen=True):

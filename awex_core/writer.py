@@ -17,20 +17,23 @@ from awex_core.commit.modes import VerifyMode, mode_of_version
 from awex_core.config import SyncConfig
 from awex_core.errors import AwexError, MetaServerError, Refused, SyncFailed, SyncTimeout, first_line
 from awex_core.layout.layout import CanonicalTensor, Layout
-from awex_core.layout.live import Memory, check_memory
+from awex_core.layout.live import Held, Memory, check_memory
 from awex_core.layout.wire import encode_layout, encode_manifest
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineSync, EngineView, JobView, JoinReply, Process, Resend, SyncView, WriterInfo
 from awex_core.plan import CopyProgram, SourceIndex, check_patterns, index_sources
 from awex_core.process import NO_MEMORY, device_name, this_process
-from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced
+from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced, sources_of
 from awex_core.snapshot import PendingSync, Snapshot
 from awex_core.transfer import shm_staged
 from awex_core.transfer.base import Deadline, Progress
-from awex_core.transfer.export import encode_endpoint, export_memory
+from awex_core.transfer.export import Export, encode_endpoint, export_memory
 from awex_core.version import INITIAL, Version
 
 logger = logging.getLogger(__name__)
+
+_TELL_S = 5.0
+"""How long a rank that cannot publish tries to tell the others."""
 
 _GRACE_S = 15.0
 """How much longer than the sync's own limit a writer waits for the meta server to say how it ended."""
@@ -53,6 +56,16 @@ class SyncResult:
     """Newer weights were published before any engine had begun to receive these."""
     whole_because: str = ""
     """Why all engines were sent everything although the call named a part; else empty."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What peers are told of this rank's weights. ``moved`` and ``stays`` are those of ``WriterInfo``."""
+
+    layout: Layout
+    export: Export | None
+    moved: int = 0
+    stays: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,19 +124,20 @@ class WeightWriter:
         run: str,
         manifest: Sequence[CanonicalTensor],
         config: SyncConfig,
-        settle: Callable[[], None] | None = None,
+        settle: Callable[[], Held] | None = None,
     ) -> None:
         """Join the job.
 
         Args:
             layout: what this rank holds.
-            memory: where it lies; parameters must stay there.
+            memory: where it lies.
             rank: this trainer rank.
             world: trainer ranks in all.
             run: a name all ranks of this run share and no other run uses.
             manifest: the canonical tensors of the whole model, the same on every rank.
             config: the settings.
-            settle: brings the weights to their final values, before each version; may raise, and may be collective.
+            settle: brings the weights to their final values, before each version, and says where they lie then: in
+                ``memory``, as ``layout`` has it, unless they have moved. May raise, and may be collective.
 
         Raises:
             LayoutError: ``memory`` is not what ``layout`` describes.
@@ -134,19 +148,21 @@ class WeightWriter:
         self.memory = memory  # what is published: the live weights, or from the first snapshot on, that
         self._live = memory
         self._snapshot: Snapshot | None = None
-        self._finalise = settle
+        self._settle = settle or (lambda: (layout, memory))
         self.rank, self.world, self.run = rank, world, run
         stacks.enable()
         shm_staged.remove_orphans()
         self._client = MetaClient.of(config)
         self._process: Process = this_process(config, _device_of(memory))
-        self._export = export_memory(memory)
+        self._offer = _Offer(layout, export_memory(memory))
+        self._known: _Offer | None = None
+        """What the meta server has been told last."""
         self._manifest = tuple(sorted(manifest))
         self._leases = LeaseKeeper(self._client, self._join().lease_s, lambda _: self._join())
         self._leases.add(self._process.incarnation)
         self._wait_for_run()
         self._layouts = LayoutCache(self._client)
-        self._sources: tuple[int, SourceIndex] | None = None
+        self._sources: tuple[list[str], SourceIndex] | None = None
         self._sessions: dict[str, WriterSession] = {}
         self._digest_programs: dict[str, CopyProgram] = {}
         self._digest_lock = Lock()
@@ -155,9 +171,10 @@ class WeightWriter:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="awex-publish")
 
     def _join(self) -> JoinReply:
+        offer = self._offer  # the lease's thread joins again whenever it has to
         blobs = {
-            "layout": encode_layout(self.layout),
-            "endpoint": encode_endpoint(self._export),
+            "layout": encode_layout(offer.layout),
+            "endpoint": encode_endpoint(offer.export),
             "manifest": encode_manifest(self._manifest),
         }
 
@@ -170,11 +187,13 @@ class WeightWriter:
             world=self.world,
             run=self.run,
             process=self._process,
-            snapshot=self._snapshot is not None,
+            moved=offer.moved,
+            stays=offer.stays,
             **put(),
         )
         reply = self._client.join_writer(info)
         put()  # and one that was restarted between the two has lost them again
+        self._known = offer
         return reply
 
     def _wait_for_run(self) -> None:
@@ -255,6 +274,10 @@ class WeightWriter:
         limit = timeout_s if timeout_s is not None else self.config.sync_timeout_s
         try:
             self._begin(number, verify or self.config.verify, limit, only, blocking)
+        except Exception as error:
+            self._break_off(number, error)
+            self._give_up(number, error)
+            raise
         except BaseException as error:
             self._break_off(number, error)
             raise
@@ -268,26 +291,28 @@ class WeightWriter:
     def _begin(self, number: int, verify: VerifyMode, limit: float, only: Collection[str], blocking: bool) -> None:
         """All that comes before engines may read: the weights are final, copied if they are to be, and announced."""
         self._leases.check(self._process.incarnation)
-        self._settle()  # first, since it may be collective: whatever fails below, the other ranks do not wait in it
+        # First, since it may be collective: whatever fails below, the other ranks do not wait in it.
+        layout, live = self._settle()
         patterns = check_patterns(only, self._manifest)
         self._free_snapshot()
+        if live is not self._live:
+            self._follow(layout, live)
         if not blocking and self._snapshot is None:
-            self._publish_from(Snapshot(self._live))
+            self._snapshot = Snapshot(self._live)
+            self._publish_from(self.layout, self._snapshot.memory)
+        if self._known is not self._offer:
+            self._join()
         if self._snapshot is not None:
             self._snapshot.take()
         mode = mode_of_version(verify, number, self.config.verify_full_every)
         base, self._base = self._base, _Base(why=f"the call for version {number} has not ended")
-        if self._export is not None:
-            self._export.hold(number)
+        if self._offer.export is not None:
+            self._offer.export.hold(number)
         try:
             self._announce(number, limit, mode, patterns, base)
         except BaseException:
             self._let_go()
             raise
-
-    def _settle(self) -> None:
-        if self._finalise is not None:
-            self._finalise()
 
     def _publish(self, number: int, quorum: int | None, limit: float, begun: float) -> SyncResult:
         """Serve an announced version and hold until every engine is done with it."""
@@ -311,6 +336,16 @@ class WeightWriter:
         finally:
             self._let_go()
 
+    def _give_up(self, number: int, error: Exception) -> None:
+        """Tell the other ranks, which would wait for this one until the version's limit."""
+        if self.world == 1 or (isinstance(error, MetaServerError) and not isinstance(error, Refused)):
+            return
+        try:
+            reason = str(error) or type(error).__name__
+            self._client.give_up(self._process.incarnation, number, reason, timeout_s=_TELL_S)
+        except AwexError as trouble:
+            logger.warning("awex: the other ranks could not be told that version %d fails: %s", number, trouble)
+
     def _break_off(self, number: int, error: BaseException) -> None:
         """What the caller has changed for this version may have reached nobody: the next one builds on nothing."""
         said = f": {first_line(error)}" if str(error) else ""
@@ -318,8 +353,8 @@ class WeightWriter:
 
     def _let_go(self) -> None:
         """However the version ended: a reader that still pulls learns that the weights may change."""
-        if self._export is not None:
-            self._export.let_go()
+        if self._offer.export is not None:
+            self._offer.export.let_go()
 
     def _free_snapshot(self) -> None:
         """Wait until no engine needs the snapshot, or end its version unread."""
@@ -333,11 +368,22 @@ class WeightWriter:
         pending.release()
         self._pending = None
 
-    def _publish_from(self, snapshot: Snapshot) -> None:
-        """From now on engines pull from a snapshot; they learn so with the next version."""
-        self._snapshot, self.memory = snapshot, snapshot.memory
-        self._export = export_memory(snapshot.memory)
-        self._join()
+    def _follow(self, layout: Layout, live: Memory) -> None:
+        """The weights have moved: engines are told so with the next version, and sessions are made anew for it."""
+        self._live = live
+        if self._snapshot is not None and layout == self.layout:
+            self._snapshot.follow(live)  # what engines read has stayed where it was
+            return
+        check_memory(layout, live)
+        if self._snapshot is not None:
+            self._snapshot = Snapshot(live)
+        self._publish_from(layout, live if self._snapshot is None else self._snapshot.memory)
+
+    def _publish_from(self, layout: Layout, memory: Memory) -> None:
+        """From now on engines pull from ``memory``."""
+        self.layout, self.memory = layout, memory
+        stays = memory is not self._live
+        self._offer = _Offer(layout, export_memory(memory), self._offer.moved + 1, stays)
 
     def _announce(self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...], base: _Base) -> None:
         def announce() -> None:
@@ -436,8 +482,7 @@ class WeightWriter:
         self, engine: str, view: JobView, sync: SyncView, sources: SourceIndex, deadline: Deadline
     ) -> WriterSession | None:
         """The session with this engine; None when the engine gave up before it had planned."""
-        snapshot = any(writer.snapshot for writer in view.writers)
-        key = SessionKey(sync.version.epoch, engine, sync.engines[engine].generation, snapshot=snapshot)
+        key = SessionKey(sync.version.epoch, engine, sync.engines[engine].generation, sources=sources_of(view.writers))
         known = self._sessions.get(engine)
         if known is not None and known.key == key:
             return known
@@ -475,9 +520,9 @@ class WeightWriter:
         return self._client.wait_for(ready, timeout_s=deadline.remaining(what), what=what)[0]
 
     def _index(self, view: JobView) -> SourceIndex:
-        if self._sources is None or self._sources[0] != view.epoch:
-            layouts = [self._layouts.get(writer.layout) for writer in view.writers]
-            self._sources = (view.epoch, index_sources(layouts))
+        names = [writer.layout for writer in view.writers]
+        if self._sources is None or self._sources[0] != names:
+            self._sources = names, index_sources([self._layouts.get(name) for name in names])
             self._digest_programs.clear()
         return self._sources[1]
 

@@ -155,16 +155,24 @@ def _depth(edges: IntArray, runs: ByteRuns) -> IntArray:
 
 def memory_gaps(layout: Layout, extra: Mapping[int, Sequence[ByteRuns]] | None = None) -> list[Gap]:
     """Bytes of the layout's buffers that neither a shard nor a constant covers, nor ``extra`` of a buffer; in order."""
-    covered: dict[int, list[ByteRuns]] = {index: list(runs) for index, runs in (extra or {}).items()}
-    for row in range(len(layout)):
-        covered.setdefault(int(layout.buffer[row]), []).append(_shard_runs(layout, row))
-    for constant in layout.constants:
-        covered.setdefault(constant.buffer, []).append(piece_runs(constant))
+    covered = runs_by_buffer(layout)
+    for index, runs in (extra or {}).items():
+        covered.setdefault(index, []).extend(runs)
     gaps = []
     for index, buffer in enumerate(layout.buffers):
         begin, end = join_runs(covered.get(index, ()))
         gaps += [Gap(index, start, stop) for start, stop in _holes(begin, end, buffer.nbytes)]
     return gaps
+
+
+def runs_by_buffer(layout: Layout) -> dict[int, list[ByteRuns]]:
+    """The bytes that shards and constants fill, by buffer; a byte may be in several runs."""
+    found: dict[int, list[ByteRuns]] = {}
+    for row in range(len(layout)):
+        found.setdefault(int(layout.buffer[row]), []).append(_shard_runs(layout, row))
+    for constant in layout.constants:
+        found.setdefault(constant.buffer, []).append(piece_runs(constant))
+    return found
 
 
 def piece_runs(piece: Shard | Constant) -> ByteRuns:

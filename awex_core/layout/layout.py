@@ -159,6 +159,18 @@ class Layout:
         return (self.shard(row) for row in range(len(self)))
 
 
+def same_parts(one: Layout, other: Layout) -> bool:
+    """Whether two layouts hold the same boxes of the same tensors in the same types, wherever these lie."""
+    if one.tensors != other.tensors or one.start.shape != other.start.shape:
+        return False
+    return bool(np.array_equal(_parts(one), _parts(other)))
+
+
+def _parts(layout: Layout) -> IntArray:
+    columns = np.concatenate([layout.tensor[:, None], layout.dtype[:, None], layout.start, layout.extent], axis=1)
+    return columns[np.lexsort(columns.T)]
+
+
 def content_hash(data: bytes) -> str:
     """The name of a blob: blake2b of its bytes, 128 bits, in hex."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()

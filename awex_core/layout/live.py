@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from awex_core.errors import LayoutError, first_line
+from awex_core.layout.coverage import ByteRuns, join_runs, runs_by_buffer, strided_runs, subtract_runs
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 from awex_core.layout.share import Place, join_buffers
 
@@ -52,6 +57,56 @@ class Memory:
         return out.set_(base.untyped_storage(), storage_offset // size, tuple(extent), tuple(s // size for s in stride))
 
 
+Held: TypeAlias = tuple[Layout, Memory]
+"""A rank's part: what it holds, and where that lies now."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where one tensor lies and how: whatever changes here, its memory is no longer what a layout described.
+
+    ``allocation`` is the GPU driver's number for the memory at ``address``, 0 elsewhere: what was given back to the
+    device and asked for anew may lie at the same address, and is other memory to those who have mapped it.
+    """
+
+    address: int
+    allocation: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    storage_nbytes: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorPlace:
+        """The place of a tensor; of one without memory (offloaded, or on the meta device) with address 0."""
+        address = tensor.data_ptr() if not tensor.is_meta else 0
+        return TensorPlace(
+            address,
+            _allocation(address) if tensor.is_cuda else 0,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            tensor.untyped_storage().nbytes(),
+        )
+
+
+_BUFFER_ID = 7
+"""``CU_POINTER_ATTRIBUTE_BUFFER_ID``: unique for each allocation in the life of the process."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _allocation(address: int) -> int:
+    number = ctypes.c_ulonglong(0)
+    _driver().cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, ctypes.c_ulonglong(address))
+    return number.value  # 0 where the driver does not tell
+
+
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A module's own parameters and buffers, without its children's."""
     named = [*module._parameters.items(), *module._buffers.items()]
@@ -70,6 +125,46 @@ def place_of(tensor: torch.Tensor) -> Place | None:
     if tensor.is_meta or not storage.nbytes():
         return None
     return Place(str(tensor.device), storage.data_ptr())
+
+
+def unwritten(
+    layout: Layout, memory: Sequence[torch.Tensor | None], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[int, int]]:
+    """Tensors that no piece of a layout fills, or not wholly: found by address, whatever they are called.
+
+    Args:
+        layout: what is written, over buffers that share no memory (``join_buffers``).
+        memory: a live tensor in each buffer; None for one that has no memory yet.
+        tensors: what is looked at, by name.
+
+    Returns:
+        By name, the first range of a tensor's own bytes, from its first element on, that nothing writes.
+    """
+    parts: dict[str, list[ByteRuns]] = {}
+    for index, runs in runs_by_buffer(layout).items():
+        place = place_of(held) if (held := memory[index]) is not None else None
+        if place is not None:
+            begin, end = join_runs(runs)
+            parts.setdefault(place.memory, []).append((begin + place.address, end + place.address))
+    nothing = join_runs(())
+    written = {name: subtract_runs(join_runs(runs), nothing) for name, runs in parts.items()}  # sorted, and disjoint
+    found = {}
+    for name, tensor in tensors.items():
+        place = place_of(tensor)
+        if place is None or not tensor.numel():
+            continue
+        mine, (begin, end) = _absolute_runs(tensor), written.get(place.memory, nothing)
+        near = slice(np.searchsorted(end, mine[0].min(), "right"), np.searchsorted(begin, mine[1].max(), "left"))
+        left = subtract_runs(mine, (begin[near], end[near]))
+        if len(left[0]):
+            found[name] = int(left[0][0]) - tensor.data_ptr(), int(left[1][0]) - tensor.data_ptr()
+    return found
+
+
+def _absolute_runs(tensor: torch.Tensor) -> ByteRuns:
+    size = tensor.element_size()
+    extent, stride = np.asarray(tensor.shape, dtype=np.int64), np.asarray(tensor.stride(), dtype=np.int64) * size
+    return strided_runs(tensor.data_ptr(), extent, stride, size)
 
 
 def allocate(sizes: Sequence[tuple[int, torch.device]]) -> Memory:
@@ -100,6 +195,10 @@ def check_memory(layout: Layout, memory: Memory) -> None:
     want = [buffer.nbytes for buffer in layout.buffers]
     if have != want:
         raise LayoutError(f"the layout describes buffers of {want[:10]} bytes, the memory has {have[:10]}")
+
+
+OFFLOADED = "it is offloaded: its storage has no bytes now; bring it back before attach() and before write_weights()"
+"""Of a tensor with elements and without memory."""
 
 
 class ShardCollector:
@@ -144,7 +243,13 @@ class ShardCollector:
         )
 
     def buffer_of(self, view: torch.Tensor, name: str) -> int:
-        """Index of the buffer that ``view`` lives in, registered under ``name`` at first sight."""
+        """Index of the buffer that ``view`` lives in, registered under ``name`` at first sight.
+
+        Raises:
+            LayoutError: it has elements and no memory.
+        """
+        if view.numel() and not view.untyped_storage().nbytes():
+            raise LayoutError(f"{name}: {OFFLOADED}")
         storage = view.untyped_storage()
         key = storage._cdata
         index = self._storages.get(key)

@@ -31,6 +31,7 @@ from awex_core.meta.messages import (
     ErrorReply,
     Get,
     GetReply,
+    GiveUp,
     Heartbeat,
     HeartbeatReply,
     JobStatus,
@@ -237,6 +238,10 @@ class MetaClient:
         )
         # A version may be done before a lost reply is asked for again: the key tells a repeat from a second one.
         self._post(message, Ok, headers={"idempotency-key": uuid.uuid4().hex})
+
+    def give_up(self, incarnation: str, number: int, reason: str, *, timeout_s: float) -> None:
+        """This writer rank cannot publish ``number``: the version ends for those who wait for it."""
+        self._post(GiveUp(incarnation=incarnation, number=number, reason=reason), Ok, limit_s=timeout_s)
 
     def publish_digest(
         self, incarnation: str, version: Version, digests: Mapping[str, bytes], *, target: str = ""

@@ -80,8 +80,10 @@ class Engine:
             return math.inf
         return max((seat.until for seat in seats), default=-math.inf) + LEASES_UNTIL_DROPPED * lease_s
 
-    def view(self) -> EngineView:
+    def view(self, now: float) -> EngineView:
         elected = self.elected
+        seats: list[AnySeat] = [*self.workers.values(), *([self.controller] if self.controller else [])]
+        gone = [now - seat.until for seat in seats if seat.gone]
         return EngineView(
             engine=self.name,
             state=self.state,
@@ -93,6 +95,7 @@ class Engine:
             workers=[self.workers[rank].info for rank in sorted(self.workers) if not self.workers[rank].gone],
             instance=self.controller.info.instance if self.controller else "",
             said=self.said,
+            gone_s=max(gone, default=0.0),
             parked=self.why("released"),
         )
 

@@ -63,8 +63,10 @@ class WriterInfo(_Message, frozen=True):
     endpoint: str
     manifest: str
     """Blob hash of the list of canonical tensors of the whole model."""
-    snapshot: bool = False
-    """Whether ``endpoint`` is a copy of its weights, no longer the weights themselves."""
+    moved: int = 0
+    """Rises each time that what it publishes lies elsewhere: an earlier word that arrives late is not taken."""
+    stays: bool = True
+    """Whether it may be kept mapped between versions; not weights that have moved before, and will again."""
 
 
 class WorkerInfo(_Message, frozen=True):
@@ -116,6 +118,8 @@ class EngineView(_Message, frozen=True):
     instance: str = ""
     """That of the controller that was elected last."""
     said: EngineState = "ready"
+    gone_s: float = 0.0
+    """How long some member of it has been gone; 0 while all are there."""
     parked: str = ""
     """Why no version can be received at present (its weights are not in memory); it waits until they are."""
 
@@ -327,6 +331,14 @@ class ReportSender(_Message, frozen=True):
     engine: str
     reason: str
     lender: bool = False
+
+
+class GiveUp(_Message, frozen=True):
+    """A writer rank cannot publish ``number``, and has not announced it; the other ranks need not wait for it."""
+
+    incarnation: str
+    number: int
+    reason: str
 
 
 class Supersede(_Message, frozen=True):

@@ -17,6 +17,7 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "leave": messages.Leave,
     "watch": messages.Watch,
     "announce": messages.Announce,
+    "give_up": messages.GiveUp,
     "publish_digest": messages.PublishDigest,
     "report_worker": messages.ReportWorker,
     "report_engine": messages.ReportEngine,

@@ -54,9 +54,15 @@ class Runs:
         self._members.fences.check("run", info.run)
         run = next((run for run in (self.active, self.forming) if run is not None and run.run == info.run), None)
         self._check(run, info)
+        info = self._newest_word(info)
         run = run or self._start_forming(info)
         self._members.place(run.seats, info.rank, self._members.writers, info, now)
         return run
+
+    def _newest_word(self, info: WriterInfo) -> WriterInfo:
+        """What a rank last said of itself: ``info``, unless its weights have moved since it said that."""
+        seat = self._members.writers.get(info.process.incarnation)
+        return seat.info if seat is not None and seat.info.moved > info.moved else info
 
     def activate(self, run: Run, epoch: int) -> str:
         """Let a complete run take over from the one of ``epoch``; returns what to tell those who waited for that."""

@@ -25,6 +25,7 @@ from awex_core.meta.messages import (
     EngineState,
     Get,
     GetReply,
+    GiveUp,
     Heartbeat,
     HeartbeatReply,
     JobStatus,
@@ -105,7 +106,7 @@ class JobStore:
             revision=self.revision,
             epoch=self._versions.epoch,
             writers=self._runs.present(),
-            engines={name: engine.view() for name, engine in sorted(self._engines.by_name.items())},
+            engines={name: engine.view(now) for name, engine in sorted(self._engines.by_name.items())},
             sync=sync.view(now) if sync else None,
             copies=self._copies.views(now),
             last=msgspec.structs.replace(last.view(now), digests={}) if last else None,
@@ -187,6 +188,13 @@ class JobStore:
         sync = self._versions.sync
         if sync is not None and sync.state == "open":  # its engines' weights are about to change
             self._copies.end(f"the trainer publishes version {sync.version}")
+        return Ok()
+
+    def give_up(self, message: GiveUp, now: float) -> Ok:
+        """A rank cannot publish a number: the version does not wait for it."""
+        self._begin(now)
+        _, info = self._runs.writing(message.incarnation)
+        self._versions.give_up(message.number, info.rank, message.reason)
         return Ok()
 
     def publish_digest(self, message: PublishDigest, now: float) -> Ok:

@@ -8,7 +8,7 @@ import msgspec
 
 from awex_core.errors import Fenced, Refused
 from awex_core.meta.engines import Engine
-from awex_core.meta.limits import MAX_NUMBER, MAX_WAIT_S
+from awex_core.meta.limits import MAX_NUMBER, MAX_REASON, MAX_WAIT_S
 from awex_core.meta.messages import Announce
 from awex_core.meta.pulse import Pulse
 from awex_core.meta.runs import Run
@@ -23,6 +23,7 @@ class SavedVersions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     committed: dict[str, Version]
     sync: SavedSync | None
     last: SavedSync | None
+    given_up: dict[int, dict[int, str]] = {}
 
 
 class Versions:
@@ -39,6 +40,8 @@ class Versions:
         self._last_number = -1
         self._committed: dict[str, Version] = {}
         """By engine, the newest version of this epoch that it has committed here."""
+        self._given_up: dict[int, dict[int, str]] = {}
+        """Of the number that comes next: by rank, why it cannot publish that."""
         self._engines = engines
         self._pulse = pulse
 
@@ -47,6 +50,7 @@ class Versions:
         self.end(reason)
         self.epoch = self._highest_epoch = self._highest_epoch + 1
         self._last_number = -1
+        self._given_up.clear()
         self._committed.clear()
         for engine in self._engines.values():
             engine.generation += 1
@@ -79,6 +83,18 @@ class Versions:
             if sync.state == "gathering":
                 sync.compare_base(rank, message.base, message.whole_because)
             sync.arrive(rank, message.verify, message.only, now)
+
+    def give_up(self, number: int, rank: int, reason: str) -> None:
+        """A rank cannot publish a number: the version ends, also if other ranks only come for it later.
+
+        Where all of them fail alike, nothing has happened, and they may try again with the same number.
+        """
+        sync = self.sync
+        if sync is not None and sync.version == Version(self.epoch, number):
+            if sync.state == "gathering":
+                sync.end(_cannot(rank, reason))
+        elif number > self._last_number:
+            self._given_up = {number: {**self._given_up.get(number, {}), rank: reason[:MAX_REASON]}}
 
     def _missed(self, number: int, rank: int) -> bool:
         """Whether a rank comes for the outcome of a version that ended without it, and another rank has gone on."""
@@ -129,11 +145,12 @@ class Versions:
             committed=self._committed,
             sync=save_sync(self.sync) if self.sync else None,
             last=save_sync(self.last) if self.last else None,
+            given_up=self._given_up,
         )
 
     def restore(self, saved: SavedVersions) -> None:
         self.epoch, self._highest_epoch, self._last_number = saved.epoch, saved.highest_epoch, saved.last_number
-        self._committed = saved.committed
+        self._committed, self._given_up = saved.committed, saved.given_up
         self.sync = restore_sync(saved.sync, self._engines, self._pulse) if saved.sync else None
         self.last = restore_sync(saved.last, self._engines, self._pulse) if saved.last else None
 
@@ -158,9 +175,12 @@ class Versions:
         )
         self._pulse.wake_by(self.sync.deadline)
         self._pulse.changed()
-        absent = run.absent()
-        if absent:
-            self.end(absent)
+        given_up = self._given_up.pop(message.number, {})
+        if rank in given_up:  # the trainer tries again
+            given_up.clear()
+        reason = next((_cannot(other, why) for other, why in sorted(given_up.items())), "") or run.absent()
+        if reason:
+            self.end(reason)
         return self.sync
 
     def _check_newer(self, number: int) -> None:
@@ -169,6 +189,10 @@ class Versions:
                 f"version {Version(self.epoch, number)} is not newer than {Version(self.epoch, self._last_number)}:"
                 f" {self.describe()}; announce a number above {self._last_number}"
             )
+
+
+def _cannot(rank: int, why: str) -> str:
+    return f"writer rank {rank} cannot publish it: {why}"
 
 
 def check_version(version: Version) -> None:

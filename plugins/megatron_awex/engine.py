@@ -22,7 +22,7 @@ from awex_core.checkpoint import Checkpoint, config_fields
 from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
 from awex_core.layout import CanonicalTensor, Layout
-from awex_core.layout.live import Memory
+from awex_core.layout.live import Held, Memory
 from awex_core.trainer import Description, Places, WeightSync, connect
 from megatron_awex import commit, compat
 from megatron_awex.agreement import check_config, check_whole, fields_read
@@ -90,12 +90,13 @@ def attach(
         return HfModel.read(hf_config)
 
     def describe_rank(_: Checkpoint) -> Description:
-        layout, memory = describe(chunks, model(), family)
-        places = Places(lambda: commit.parameters(chunks))
+        places = Places(lambda: commit.parameters(chunks), lambda: describe(chunks, model(), family))
+        layout, memory = places.find()
 
-        def settle() -> None:
-            places.check()
+        def settle() -> Held:
+            held = places.find()
             commit.settle(chunks, optimizer)
+            return held
 
         return Description(layout, memory, layout.tensors, settle)
 

@@ -107,7 +107,8 @@ def live_shards(model_chunks: Sequence[torch.nn.Module], *, family: Family, hf_v
         compat.check_model(chunk)
         compat.settle_expert_bias(chunk)
     tensors = [tensor for chunk in chunks for tensor in compat.sharded_tensors(chunk)]
-    check_accounted(tensors, dict(compat.named_parameters(chunks)), dict(compat.named_buffers(chunks)))
+    saved = {**dict(compat.named_parameters(chunks)), **dict(compat.persistent_buffers(chunks))}
+    check_accounted(tensors, saved, dict(compat.named_buffers(chunks)))
     return name_shards(tensors, family=family, heads=heads_of(chunks[0]), hf_vocab_size=hf_vocab_size)
 
 
@@ -182,17 +183,20 @@ def _split_qkv(shard: LiveShard, heads: Heads) -> Iterator[LiveShard]:
 
 
 def check_accounted(
-    tensors: Iterable[ShardedTensor], parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    tensors: Iterable[ShardedTensor], saved: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """Check that Megatron reported every parameter, whole, and that what it reported is live.
+    """Check that Megatron reported all that a checkpoint holds, whole, and that what it reported is live.
 
-    Buffers may be reported, and need not be.
+    Args:
+        tensors: what Megatron reported.
+        saved: parameters and persistent buffers.
+        buffers: all buffers; those that are not persistent may be reported, and need not be.
 
     Raises:
-        LayoutError: a reported tensor is a copy, or a parameter is not or only partly reported.
+        LayoutError: a reported tensor is a copy, or one that is saved is not or only partly reported.
     """
-    owners = _Owners({**buffers, **parameters})
-    left = {name: parameter.numel() for name, parameter in parameters.items()}
+    owners = _Owners({**buffers, **saved})
+    left = {name: tensor.numel() for name, tensor in saved.items()}
     copies = []
     for reported in tensors:
         owner = owners.find(reported.data)
@@ -204,7 +208,9 @@ def check_accounted(
     if copies:
         raise LayoutError(list_faults(f"{len(copies)} tensors are copies, not live parameters", copies))
     if missing:
-        raise LayoutError(list_faults(f"{len(missing)} parameters are not in sharded_state_dict", missing))
+        raise LayoutError(
+            list_faults(f"{len(missing)} parameters or persistent buffers are not in sharded_state_dict", missing)
+        )
 
 
 class _Owners:

@@ -316,15 +316,17 @@ def _rearranges_experts(method: Any) -> bool:
 _HARMLESS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "Fp8KVCacheMethod")
 
 
-def default_scales(model: torch.nn.Module) -> set[str]:
-    """Scales of KV caches that no checkpoint gave: they are 1 and stay so."""
-    return {
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        for name in ("k_scale", "v_scale")
-        if type(getattr(module, "quant_method", None)).__name__ == "Fp8KVCacheMethod"
-        and float(getattr(module, name)) == 1.0
-    }
+def why_default_scale(module: torch.nn.Module, name: str) -> str:
+    """The rule by which a scale of the KV cache stays what it is: no checkpoint gave it, so that it is 1."""
+    quantised = type(getattr(module, "quant_method", None)).__name__ == "Fp8KVCacheMethod"
+    if quantised and name in ("k_scale", "v_scale") and float(getattr(module, name)) == 1.0:
+        return "a scale of the KV cache that no checkpoint gave; it is 1"
+    return ""
+
+
+def is_dummy(runner: Any) -> bool:
+    """Whether the engine was started on random weights."""
+    return bool(runner.load_config.load_format == "dummy")
 
 
 # Modules that replace their weights after loading

@@ -10,21 +10,22 @@ in the same memory. Whatever is neither is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import sglang
 import torch
 
-from awex_core.engine import LoaderPathModule, TracedModel
+from awex_core.engine import LoaderPathModule, TracedModel, left_out
 from awex_core.errors import PlanError
-from awex_core.layout.layout import CanonicalTensor
-from awex_core.layout.live import Memory, flat_bytes, place_of
+from awex_core.kept import is_demanded, why_kept
+from awex_core.layout.layout import CanonicalTensor, Layout
+from awex_core.layout.live import Memory, flat_bytes, own_tensors, place_of, unwritten
 from awex_core.layout.share import join_buffers
 from awex_core.layout.trace import Loader, Trace
 from awex_core.layout.trace_cache import trace_model
-from sglang_awex import compat
+from sglang_awex import compat, kept
 
 
 @dataclass
@@ -41,6 +42,13 @@ class _Staged:
         method = type(self.module.quant_method).__name__
         nbytes = sum(b.meta.numel() * b.meta.element_size() for b in self.before.values())
         return LoaderPathModule(self.path, f"its weights are replaced after loading by {method}", nbytes)
+
+
+REFUSED = "this engine cannot receive the trainer's model"
+UNWRITTEN = "the trainer's tensors leave its bytes {} to {} unwritten"
+
+_Unwritten = tuple[str, torch.nn.Module, str, tuple[int, int]]
+"""Path, module, a tensor's name in it, and a range of its bytes that nothing writes."""
 
 
 class SglangWorkerModel:
@@ -74,9 +82,9 @@ class SglangWorkerModel:
             for path, module in self._model.named_modules()
             if (before := compat.checkpoint_format(module)) is not None and not compat.keeps_checkpoint_format(module)
         ]
-        self._check(trace, model, staged)
+        _check_followed(trace, model)
         self._staged = staged
-        live, aside = _tensors(self._model), set(_staged_names(staged))
+        live, aside = _tensors(self._model), _staged_names(staged)
         names = [buffer.name for buffer in trace.layout.buffers]
         layout, left = join_buffers(trace.layout, [None if n in aside else place_of(live[n]) for n in names])
         self._traced = [names[index] for index in left]
@@ -86,24 +94,56 @@ class SglangWorkerModel:
             tuple(owner.describe() for owner in staged),
             compat.derived_tensors(self._model),
             frozenset(index for index, name in enumerate(self._traced) if name in aside),
+            left_out(self._check_complete(trace, layout, staged)),
         )
 
-    def _check(self, trace: Trace, model: torch.nn.Module, staged: Sequence[_Staged]) -> None:
-        """Refuse, by name, what tracing could not follow and parameters that would keep old values."""
-        faults = [str(untraced) for untraced in trace.untraced]
-        covered = {int(index) for index in trace.layout.buffer}
-        parameters = dict(model.named_parameters())
-        computed = {name for name, value in _staged_names(staged).items() if value} | compat.default_scales(model)
-        for gap in trace.gaps:
-            buffer = trace.layout.buffers[gap.buffer]
-            # A buffer that no checkpoint fills (rotary tables) is none of the trainer's business.
-            if gap.buffer in covered or (buffer.name in parameters and buffer.name not in computed):
-                faults.append(
-                    f"{buffer.name}: the trainer's tensors leave bytes {gap.start} to {gap.end} of {buffer.nbytes} "
-                    "unwritten"
-                )
+    def _check_complete(self, trace: Trace, layout: Layout, staged: Sequence[_Staged]) -> dict[str, str]:
+        """See that every parameter and persistent buffer gets its contents; returns those that may stay, and why.
+
+        Raises:
+            PlanError: some would keep what they hold now; names each, and the bytes.
+        """
+        dummy = compat.is_dummy(self._runner)
+        faults, rules = [], {}
+        for path, module, name, (begin, end) in [*self._unfilled(trace, staged), *self._unreceived(layout, staged)]:
+            rule, wrong = compat.why_default_scale(module, name), ""
+            if not rule:
+                rule, wrong = why_kept(kept.TABLE, module, name, dummy=dummy)
+            if not rule:
+                wrong = UNWRITTEN.format(begin, end)
+            if wrong:
+                faults.append(f"{_join(path, name)}: {wrong}")
+            else:
+                rules[_join(path, name)] = rule
         if faults:
-            raise PlanError("this engine cannot receive the trainer's model", faults)
+            raise PlanError(REFUSED, faults)
+        return rules
+
+    def _unfilled(self, trace: Trace, staged: Sequence[_Staged]) -> Iterator[_Unwritten]:
+        """Tensors in checkpoint format that no piece fills, or not wholly, and that their module does not compute."""
+        gaps = {trace.layout.buffers[gap.buffer].name: (gap.start, gap.end) for gap in reversed(trace.gaps)}
+        for owner in staged:
+            for name in owner.before:
+                gap = gaps.get(_join(owner.path, name))
+                if gap and is_demanded(owner.module, name) and not compat.computes_itself(owner.module, name):
+                    yield owner.path, owner.module, name, gap
+
+    def _unreceived(self, layout: Layout, staged: Sequence[_Staged]) -> Iterator[_Unwritten]:
+        """Live tensors that no piece fills, or not wholly, of modules that do not replace theirs."""
+        finished = {id(owner.module) for owner in staged}
+        live = {
+            _join(path, name): (path, module, name, tensor)
+            for path, module in self._model.named_modules()
+            for name, tensor in own_tensors(module).items()
+            if id(module) not in finished
+        }
+        by_name = _tensors(self._model)
+        memory = [by_name.get(name) if name in self._storages else None for name in self._traced]
+        for full_name, gap in unwritten(layout, memory, {key: entry[3] for key, entry in live.items()}).items():
+            path, module, name, tensor = live[full_name]
+            # Of a buffer that is not persistent, nothing or all is filled.
+            if is_demanded(module, name) or gap != (0, tensor.numel() * tensor.element_size()):
+                yield path, module, name, gap
 
     def begin(self) -> Memory:
         """See ``WorkerModel.begin``; SGLang's own start of an update comes first."""
@@ -148,6 +188,18 @@ class SglangWorkerModel:
             owner.tensors = {}
 
 
+def _check_followed(trace: Trace, model: torch.nn.Module) -> None:
+    """Refuse, by name, what tracing could not follow; with what is then unwritten."""
+    faults = [str(untraced) for untraced in trace.untraced]
+    if faults:
+        written, weights = {int(buffer) for buffer in trace.layout.buffer}, dict(model.named_parameters())
+        for gap in trace.gaps:
+            name = trace.layout.buffers[gap.buffer].name
+            if gap.buffer in written or name in weights:
+                faults.append(f"{name}: {UNWRITTEN.format(gap.start, gap.end)}")
+        raise PlanError(REFUSED, faults)
+
+
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -156,8 +208,6 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _staged_names(staged: Sequence[_Staged]) -> dict[str, bool]:
-    """Names of tensors that are received aside; whether one is a scale that its module computes."""
-    return {
-        _join(owner.path, name): compat.computes_itself(owner.module, name) for owner in staged for name in owner.before
-    }
+def _staged_names(staged: Sequence[_Staged]) -> set[str]:
+    """Names of tensors that are received aside."""
+    return {_join(owner.path, name) for owner in staged for name in owner.before}

@@ -408,6 +408,12 @@ def derives_from_weights(module: torch.nn.Module) -> bool:
     return hasattr(module, "kv_b_proj") and hasattr(module, "impl") and hasattr(module, "process_weights_after_loading")
 
 
+def derived_names(module: torch.nn.Module) -> set[str]:
+    """The parameters and buffers that latent attention computes: those that it did not have before it was loaded."""
+    before = _reload_modules()[0].get_layerwise_info(module).restore_metadata
+    return own_tensors(module).keys() - {*before[0], *before[1]}
+
+
 def refresh_derived(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Let latent attention compute its matrices anew from its live weights, where they were before.
 

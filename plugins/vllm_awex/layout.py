@@ -25,15 +25,16 @@ from typing import Any, cast
 import torch
 import vllm
 
-from awex_core.engine import LoaderPathModule, TracedModel
+from awex_core.engine import LoaderPathModule, TracedModel, left_out
 from awex_core.errors import PlanError
+from awex_core.kept import is_demanded, why_kept
 from awex_core.layout.dtypes import can_convert
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
-from awex_core.layout.live import Memory, flat_bytes, own_tensors, place_of
+from awex_core.layout.live import Memory, flat_bytes, own_tensors, place_of, unwritten
 from awex_core.layout.share import Place, join_buffers
 from awex_core.layout.trace import Loader, Trace
 from awex_core.layout.trace_cache import trace_model
-from vllm_awex import compat
+from vllm_awex import compat, kept
 
 
 @dataclass
@@ -73,6 +74,13 @@ class _Staged:
     changes: str = ""
     tensors: compat.Tensors = field(default_factory=dict)
     kept: compat.Tensors = field(default_factory=dict)
+
+
+REFUSED = "this engine cannot receive the trainer's model"
+UNWRITTEN = "the trainer's tensors leave its bytes {} to {} unwritten"
+
+_Unwritten = tuple[str, torch.nn.Module, str, tuple[int, int]]
+"""Path, module, a tensor's name in it, and a range of its bytes that nothing writes."""
 
 
 class VllmWorkerModel:
@@ -116,10 +124,10 @@ class VllmWorkerModel:
                 tracked,
                 engine=f"vllm {vllm.__version__}",
             )
+        _check_followed(trace, slots)
         by_name = {slot.full_name: slot for slot in slots}
-        dummy = self._vllm_config.load_config.load_format == "dummy"
-        _check_trace(trace, by_name, dummy=dummy)
-        return self._assign(trace, by_name)
+        traced = self._assign(trace, by_name)
+        return replace(traced, kept=left_out(self._check_complete(trace, traced.layout, slots)))
 
     def _assign(self, trace: Trace, slots: dict[str, _Slot]) -> TracedModel:
         """Give every traced buffer its memory: the live tensor's, or a staged one."""
@@ -154,6 +162,56 @@ class VllmWorkerModel:
         refreshed = tuple(paths[id(module)] for module in [*packing, *self._derived])
         aside = frozenset(i for i, entry in enumerate(self._buffers) if not isinstance(entry, torch.Tensor))
         return TracedModel(layout, tuple(_describe(owner) for owner in self._staged), refreshed, aside)
+
+    def _check_complete(self, trace: Trace, layout: Layout, slots: Sequence[_Slot]) -> dict[str, str]:
+        """See that every parameter and persistent buffer gets its contents; returns those that may stay, and why.
+
+        Raises:
+            PlanError: some would keep what they hold now; names each, and the bytes.
+        """
+        dummy = self._vllm_config.load_config.load_format == "dummy"
+        faults, rules = [], {}
+        for path, module, name, (begin, end) in [*self._unfilled(trace, slots), *self._unreceived(layout)]:
+            full_name = f"{path}.{name}" if path else name
+            rule, wrong = why_kept(kept.TABLE, module, name, dummy=dummy)
+            if not rule:
+                wrong = UNWRITTEN.format(begin, end)
+            if wrong:
+                faults.append(f"{full_name}: {wrong}")
+            else:
+                rules[full_name] = rule
+        if faults:
+            raise PlanError(REFUSED, faults)
+        return rules
+
+    def _unfilled(self, trace: Trace, slots: Sequence[_Slot]) -> Iterator[_Unwritten]:
+        """Checkpoint-format tensors that are processed after loading, and that no piece fills, or not wholly."""
+        gaps = {trace.layout.buffers[gap.buffer].name: (gap.start, gap.end) for gap in reversed(trace.gaps)}
+        aside = {id(owner.module) for owner in self._staged}
+        for slot in slots:
+            processed = slot.live is None or id(slot.module) in aside
+            if processed and slot.full_name in gaps and is_demanded(slot.module, slot.name):
+                yield slot.path, slot.module, slot.name, gaps[slot.full_name]
+
+    def _unreceived(self, layout: Layout) -> Iterator[_Unwritten]:
+        """Live tensors that no piece fills, or not wholly, and that no post-load step computes."""
+        aside = {id(owner.module) for owner in self._staged}
+        live = {
+            f"{path} {name}": (path, module, name, tensor)
+            for path, module in self._model.named_modules()
+            for name, tensor in own_tensors(module).items()
+            if id(module) not in aside and not self._computes(module, name)
+        }
+        memory = [entry if isinstance(entry, torch.Tensor) else None for entry in self._buffers]
+        for key, gap in unwritten(layout, memory, {key: entry[3] for key, entry in live.items()}).items():
+            path, module, name, tensor = live[key]
+            # Of a buffer that is not persistent, nothing or all is filled.
+            if is_demanded(module, name) or gap != (0, tensor.numel() * tensor.element_size()):
+                yield path, module, name, gap
+
+    def _computes(self, module: torch.nn.Module, name: str) -> bool:
+        """Whether a tensor is computed anew by its layer's own method after every update."""
+        return any(module is derived for derived in self._derived) and name in compat.derived_names(module)
 
     def _find_replaced(self, loaded: Sequence[_Slot]) -> dict[int, _Staged]:
         """Modules that take the loader path, by id; one of each kind rehearses its post-load step."""
@@ -282,45 +340,19 @@ def _rebase(layout: Layout, buffers: list[Buffer], moves: dict[int, tuple[int, i
     )
 
 
-def _check_trace(trace: Trace, slots: dict[str, _Slot], *, dummy: bool) -> None:
-    """Refuse, by name, what tracing could not follow and parameters that would keep old values."""
+def _check_followed(trace: Trace, slots: Sequence[_Slot]) -> None:
+    """Refuse, by name, what tracing could not follow and types that no rule converts; with what is then unwritten."""
     faults = [str(untraced) for untraced in trace.untraced]
     faults += [
         f"{shard.tensor.name}: the trainer has {shard.tensor.dtype}, the engine {shard.dtype}, and no rule converts it"
         for shard in trace.layout.shards()
         if not can_convert(shard.tensor.dtype, shard.dtype)
     ]
-    covered = {int(index) for index in trace.layout.buffer}
-    filled = {_storage(slots[trace.layout.buffers[index].name].live) for index in covered} - {None}
-    for gap in trace.gaps:
-        slot = slots[trace.layout.buffers[gap.buffer].name]
-        if gap.buffer not in covered and _storage(slot.live) in filled:
-            continue  # tied: live, it is another parameter's memory, which is written
-        if dummy and slot.name in _CACHE_SCALES:
-            faults.append(
-                f"{slot.full_name}: the engine was started on dummy weights, the trainer has no such scale, and what "
-                "there is now is noise; start the engine on a checkpoint"
-            )
-        # A tensor that no checkpoint fills (rotary tables, attention scales) is none of the trainer's business.
-        if gap.buffer in covered or _is_weight(slot):
-            size = trace.layout.buffers[gap.buffer].nbytes
-            faults.append(
-                f"{slot.full_name}: the trainer's tensors leave bytes {gap.start} to {gap.end} of {size} unwritten"
-            )
     if faults:
-        raise PlanError("this engine cannot receive the trainer's model", faults)
-
-
-_CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
-
-
-def _storage(live: torch.Tensor | None) -> int | None:
-    return live.untyped_storage()._cdata if live is not None and live.numel() else None
-
-
-def _is_weight(slot: _Slot) -> bool:
-    # Norms have no loader of their own; scales of a quantised KV cache are parameters that most checkpoints lack.
-    if slot.name in _CACHE_SCALES:
-        return False
-    named_so = slot.name.endswith(("weight", "bias"))
-    return isinstance(slot.meta, torch.nn.Parameter) and (hasattr(slot.meta, "weight_loader") or named_so)
+        written = {int(buffer) for buffer in trace.layout.buffer}
+        weights = {slot.full_name for slot in slots if isinstance(slot.meta, torch.nn.Parameter)}
+        for gap in trace.gaps:
+            name = trace.layout.buffers[gap.buffer].name
+            if gap.buffer in written or name in weights:
+                faults.append(f"{name}: {UNWRITTEN.format(gap.start, gap.end)}")
+        raise PlanError(REFUSED, faults)

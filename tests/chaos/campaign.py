@@ -15,6 +15,7 @@ import psutil
 
 from tests import leftovers
 from tests.chaos.faults import Case, Injection
+from tests.chaos.others import UNKNOWN
 from tests.chaos.stage import RECOVERY_S, SETTLE_LIMIT_S, SYNC_S, WRITE_LIMIT_S, Engine, Hang, Stage, until
 from tests.support.lines import ChildError
 
@@ -38,6 +39,7 @@ class Result:
     hangs: list[str] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -47,15 +49,19 @@ class Result:
     @property
     def faults(self) -> list[tuple[str, str]]:
         """What is wrong, by kind."""
-        kinds = {"hang": self.hangs, "torn": self.torn, "leak": self.leaks}
+        kinds = {"hang": self.hangs, "torn": self.torn, "leak": self.leaks, "label": self.labels}
         return [(kind, fault) for kind, found in kinds.items() for fault in found]
 
 
 class Watcher:
-    """Asks the engines for their states all the while: a torn one may be repaired before the version is over."""
+    """Asks the engines for their states all the while: a torn one may be repaired before the version is over.
+
+    And for the version that they serve: an engine's own word and our status must not name two.
+    """
 
     def __init__(self, engines: Iterable[Engine]) -> None:
         self.seen: dict[str, set[str]] = {engine.name: set() for engine in engines}
+        self.wrong: list[str] = []
         self._end = threading.Event()
         self._threads = [threading.Thread(target=self._watch, args=(engine,), daemon=True) for engine in engines]
         for thread in self._threads:
@@ -63,8 +69,12 @@ class Watcher:
 
     def _watch(self, engine: Engine) -> None:
         while not self._end.wait(0.2):
-            status = engine.status()
+            before, status, after = engine.label(), engine.status(), engine.label()
             self.seen[engine.name].add("silent" if status is None else str(status["state"]))
+            if status is not None and status["state"] == "ready" and before == after:
+                version = "{epoch}.{number}".format(**status["version"])
+                if before not in ("", version) and (before, version) != ("default", "0.0"):
+                    self.wrong.append(f"{engine.name} says {before}, and its status says {version}")
 
     def close(self) -> None:
         """Ask no more."""
@@ -99,6 +109,7 @@ class Campaign:
     def run(self, case: Case) -> Result:
         """One case, from the injection to a version that all engines serve."""
         result, started = Result(case), time.monotonic()
+        self.stage.may_be_unknown = case.who == "other caller" and case.how in UNKNOWN
         self._note_processes()
         injection = Injection(self.stage, case, self._rng)
         watcher = Watcher(self.stage.engines.values())
@@ -110,7 +121,7 @@ class Campaign:
         finally:
             injection.undo()
             watcher.close()
-        result.outcome = self._outcome(watcher)
+        result.outcome, result.labels = self._outcome(watcher), watcher.wrong
         try:
             begun = max(injection.trap.at, time.monotonic() - WRITE_LIMIT_S)
             result.syncs = self._publish_until_taken(SETTLE_LIMIT_S)

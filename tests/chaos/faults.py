@@ -17,6 +17,7 @@ import httpx
 
 from tests.chaos import mounts
 from tests.chaos.director import GO, Event, Trap
+from tests.chaos.others import OTHERS, Caller
 from tests.chaos.proxy import Mode
 from tests.chaos.stage import LEASE_S, RANKS, SYNC_S, Stage
 
@@ -61,7 +62,7 @@ def cells() -> list[tuple[str, str, str]]:
     """Every role, phase and signal; every disturbance of the network and lack of something, at a phase to be drawn."""
     signals = [(who, phase, how) for who in ROLES for phase in PHASES for how in SIGNALS]
     others = [("network", "", how) for how in NETWORK] + [("host", "", how) for how in RESOURCES]
-    return signals + others
+    return signals + others + [("other caller", "", how) for how in OTHERS]
 
 
 def draw_cases(seed: int) -> Iterator[Case]:
@@ -150,6 +151,8 @@ class Injection:
             self._disturb()
         elif case.who == "link":
             self._disturb_link()
+        elif case.who == "other caller":
+            self._call()
         elif case.how == "clock jump":
             return {"do": "clock", "shift_s": 3600.0 if case.coin else -3600.0}
         elif case.how.startswith("no memory"):
@@ -195,6 +198,14 @@ class Injection:
             mode: Mode = how  # type: ignore[assignment]
             proxy.mode = mode
             self._later(lambda: setattr(proxy, "mode", "pass"))
+
+    def _call(self) -> None:
+        """Beside the one who waits here, since the engine may have the caller wait for that one."""
+        engine = self.stage.engines[self.case.engine]
+        caller = Caller(engine.server.url, self.stage.models[0], self.case.hold_s)
+        thread = threading.Timer(0, caller.call, (self.case.engine, self.case.how))
+        thread.start()
+        self._timers.append(thread)
 
     def _disturb_link(self) -> None:
         link = self.stage.link

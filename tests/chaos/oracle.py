@@ -35,7 +35,7 @@ class Oracle:
         """What is wrong with each answer; empty for one that is right.
 
         An answer is ``{"prompt": [...], "tokens": [...], "spans": [[model, begin, end], ...]}``, spans in tokens of the
-        answer, ``model`` -1 where the label is of no version that there was.
+        answer; ``model`` is -1 where the label is of no version there was, -2 where it rightly says that nobody knows.
         """
         return [self._fault(answer["prompt"], answer["tokens"], answer["spans"]) for answer in answers]
 
@@ -44,6 +44,8 @@ class Oracle:
         if [begin for _, begin, _ in spans] != ends[:-1] or ends[-1] != len(tokens):
             return f"the spans {spans} do not cover its {len(tokens)} tokens one after the other"
         for model, begin, end in spans:
+            if model == -2:
+                continue
             if model < 0:
                 return f"its tokens {begin} to {end} name a version that was never published"
             if wrong := self._wrong(self._models[model], prompt, tokens, begin, end):

@@ -73,7 +73,7 @@ def install() -> None:
     writer._GRACE_S, controller._GRACE_S, client.REPLY_S = WRITER_GRACE_S, CONTROLLER_GRACE_S, REPLY_S
     joins = client.MetaClient
     _before(joins, "join_writer", lambda _, info: reach("trainer", "", info.rank, "join"))
-    _before(joins, "join_worker", lambda _, info: reach("worker", info.engine, info.rank, "join"))
+    _before(joins, "join_worker", lambda _, info, **more: reach("worker", info.engine, info.rank, "join"))
     _before(joins, "join_controller", lambda _, engine, *rest, **more: reach("controller", engine, 0, "join"))
     _before(session.WriterSession, "__init__", lambda _, key, rank, *rest: reach("trainer", "", rank, "plan"))
     _before(session.ReaderSession, "__init__", lambda _, key, worker, *rest: _of_worker(worker, "plan"))

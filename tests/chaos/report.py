@@ -19,9 +19,9 @@ def summary(results: Sequence[Result], left: Sequence[str] = ()) -> str:
     hangs, torn = (
         sum(len(found) for found in kind) for kind in zip(*((r.hangs, r.torn) for r in results), strict=True)
     )
-    leaks = sum(len(result.leaks) for result in results) + len(left)
-    says = "FAIL" if hangs or torn or leaks else "PASS"
-    return f"chaos: {says} faults={len(results)} hangs={hangs} torn={torn} leaks={leaks}"
+    leaks, labels = sum(len(result.leaks) for result in results) + len(left), sum(len(r.labels) for r in results)
+    says = "FAIL" if hangs or torn or leaks or labels else "PASS"
+    return f"chaos: {says} faults={len(results)} hangs={hangs} torn={torn} leaks={leaks} labels_wrong={labels}"
 
 
 def describe(result: Result) -> str:
@@ -49,7 +49,7 @@ def rows_of(results: Sequence[Result]) -> Rows:
     rows: Rows = {}
     for result in results:
         case = result.case
-        phase = case.phase if case.who not in ("network", "host", "link") else "any"
+        phase = case.phase if case.who not in ("network", "host", "link", "other caller") else "any"
         row = rows.setdefault((case.who, phase, case.how), Row())
         row.outcomes[result.outcome] += 1
         row.slowest_s = max(row.slowest_s, result.recovered_s)
@@ -77,7 +77,7 @@ def read_table(lines: Sequence[str]) -> Rows:
 
 
 def _place(who: str, phase: str, how: str) -> tuple[int, int, str]:
-    order = (*ROLES, "network", "link", "host")
+    order = (*ROLES, "network", "link", "host", "other caller")
     return order.index(who), ("any", *PHASES).index(phase), how
 
 

@@ -26,6 +26,7 @@ from tests.support.lines import Child, ChildError, end_session
 from tests.support.sglang_jobs import BIN as SGLANG_BIN
 from tests.support.sglang_jobs import SglangServer, sglang_forks
 from tests.support.tiny_models import make_model
+from tests.support.vllm_options import PLAIN_LINEARS
 from tests.support.warm import FORKS, start_process
 
 T = TypeVar("T")
@@ -209,6 +210,14 @@ class Engine:
         except (httpx.HTTPError, ValueError):
             return None
 
+    def label(self) -> str:
+        """The engine's own word on the version of its weights; empty while it does not answer."""
+        path = "/weight_info" if self.name == "vllm" else "/model_info"
+        try:
+            return str(self._http.get(f"{self.server.url}{path}").json()["weight_version"])
+        except (httpx.HTTPError, ValueError, KeyError):
+            return ""
+
     @property
     def dead(self) -> bool:
         """Whether its server's process has ended, or says that it cannot go on."""
@@ -251,6 +260,8 @@ class Stage:
             apart: engines live in a network namespace, and weights travel by ``nccl`` (gloo).
         """
         self.folder, self.models, self.seed = folder, models, seed
+        self.may_be_unknown = False
+        """Whether somebody has changed weights, so that answers may say that their version is unknown."""
         self._parts = contextlib.ExitStack()
         try:
             self.link: Link | None = self._opened(Link()) if apart else None
@@ -301,6 +312,7 @@ class Stage:
 
     def _vllm(self) -> EngineServer:
         extra = ["--weight-sync-engine", "vllm", "--enable-scale-out", *self._receive("in_place")]
+        extra += ["--worker-extension-cls", PLAIN_LINEARS]
         program = [BIN / "python", *LAUNCH, "vllm", "serve"]
         options: dict[str, Any] = dict(dtype="float32", extra=extra, env=self._engine_env(), wait=False)
         options["tp"] = 1 if self.link else 2
@@ -346,9 +358,11 @@ class Stage:
         return self.number
 
     def model_of(self, label: str) -> int:
-        """Which model a label's version had; -1 for a label of none."""
+        """Which model a label's version had; -1 for a label of none, -2 for one that makes no claim and may."""
         if label == "default":
             return 0
+        if label == "unknown" and self.may_be_unknown:
+            return -2
         _, _, number = label.partition(".")
         return int(number) % MODELS if number.isdigit() and int(number) <= self.number else -1
 

@@ -356,6 +356,7 @@ REQUESTS: list[msgspec.Struct] = [
     m.ReportWorker(incarnation="w", version=ONE, resend=[0, 63]),
     m.ReportEngine(incarnation="w", version=ONE, outcome="updating", figures={"a": 1.0}),
     m.ReportSender(incarnation="w", version=ONE, engine="e", reason="x", lender=False),
+    m.GiveUp(incarnation="w", number=1, reason="offloaded"),
     m.Supersede(incarnation="w", number=1),
     m.PublishDigest(incarnation="w", version=ONE, digests={"L": b"x"}),
     m.SetEngineState(incarnation="w", state="torn", version=ONE),

@@ -478,6 +478,63 @@ def test_the_outcome_of_a_version_is_seen_when_a_rank_has_gone_on():
     assert "no room" in view.last.engines["e"].reason and view.last.digests == {}
 
 
+def test_the_other_ranks_are_told_that_one_gives_up():
+    store = ready_store(writers=2)
+    store.announce(announce(rank=1), 0)
+    store.give_up(m.GiveUp("run1-w0", 1, "offloaded"), 0)
+    assert sync_of(store).state == "done"
+    assert sync_of(store).reason == "writer rank 0 cannot publish it: offloaded"
+
+
+def test_a_rank_that_comes_later_is_told_so_too():
+    store = ready_store(writers=2)
+    store.give_up(m.GiveUp("run1-w0", 1, "offloaded"), 0)
+    assert store.view(0).sync is None
+    store.leave(m.Leave("run1-w0"), 0)
+    store.announce(announce(rank=1), 0)
+    assert sync_of(store).reason == "writer rank 0 cannot publish it: offloaded", "not only that it has left"
+
+
+def test_ranks_that_all_gave_up_may_try_again_with_the_same_number():
+    store = ready_store(writers=2)
+    for rank in range(2):
+        store.give_up(m.GiveUp(f"run1-w{rank}", 1, "offloaded"), 0)
+    for rank in range(2):
+        store.announce(announce(rank=rank), 0)
+    assert sync_of(store).state == "open"
+
+
+def test_giving_up_means_nothing_for_a_version_that_is_open_or_over():
+    store = open_store()
+    store.give_up(m.GiveUp("run1-w0", 1, "late"), 0)
+    assert sync_of(store).state == "open"
+    with pytest.raises(Refused):
+        store.give_up(m.GiveUp("stranger", 2, "no"), 0)
+
+
+def test_a_word_from_before_the_weights_moved_is_not_taken():
+    store = ready_store()
+    store.join_writer(writer(endpoint="there", moved=2), 0)
+    store.join_writer(writer(endpoint="here", moved=1), 0)
+    assert [info.endpoint for info in store.view(0).writers] == ["there"]
+
+
+def test_a_version_is_whole_if_one_rank_builds_on_another_one():
+    store = ready_store(writers=2)
+    for rank in range(2):
+        store.announce(announce(rank=rank), 0)
+    hold(store)
+    store.report_engine(report("committed"), 0)
+    for number, bases, why in ((2, (FIRST, FIRST), ""), (3, (Version(1, 2), FIRST), "last version is 1.1")):
+        for rank, base in enumerate(bases):
+            only = m.Announce(f"run1-w{rank}", number, timeout_s=60, verify="off", only=["b*"], base=base)
+            store.announce(only, 0)
+        assert entry(store).partial == (not why) and why in sync_of(store).whole_because
+        version = Version(1, number)
+        store.report_worker(m.ReportWorker(incarnation="e-0-1", version=version), 0)
+        store.report_engine(report("committed", version=version), 0)
+
+
 def test_a_version_that_no_engine_has_begun_may_be_superseded():
     store = open_store(engines=("e", "f"))
     assert store.supersede(m.Supersede("run1-w0", 1), 0).accepted

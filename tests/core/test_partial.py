@@ -149,7 +149,8 @@ def test_after_an_error_on_the_way_to_the_announcement(
 
     where = {"settling": "_settle", "copying": "_free_snapshot", "before it is announced": "_announce"}[when]
     with monkeypatch.context() as patch:
-        patch.setattr(WeightWriter, where, fail)
+        for writer in trainer.writers:
+            patch.setattr(writer, where, fail)
         assert all(isinstance(error, LayoutError) for error in raised(trainer.start(2, only=[GATE])))
     change(trainer, NORM)
     result = publish(trainer, 3, only=[NORM], verify="off")

@@ -95,6 +95,7 @@ BROKEN: dict[str, tuple[tuple[type, str, Callable[..., Any]] | None, tuple[str, 
         ("a rank forgets calls that failed",),
         "may compute with|partial update of",
     ),
+    "sessions outlive a move of the weights": (None, ("sessions outlive a move",), "may compute with"),
     "a rank's word on its base is not heard": (
         (Sync, "compare_base", lambda self, rank, base, why: None),
         (),

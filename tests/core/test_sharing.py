@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from awex_core.errors import LayoutError, PlanError
+from awex_core.kept import Kept, is_demanded, why_kept
 from awex_core.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
-from awex_core.layout.live import Memory, ShardCollector
+from awex_core.layout.live import Memory, ShardCollector, flat_bytes, unwritten
 from awex_core.layout.share import Place, join_buffers
 from awex_core.plan import check_distinct, index_sources, plan_copies, unused_tensors
 from awex_core.session import check_complete
@@ -170,3 +171,46 @@ def test_a_head_without_a_place_is_held_by_the_embedding_it_is_one_with() -> Non
     assert unused_tensors(index_sources([untied()]), [engine]) == ["head: it takes 0 of 24 elements"]
     with pytest.raises(PlanError, match="tie_word_embeddings"):
         check_complete(index_sources([untied()]), [engine], "e")
+
+
+# What nothing fills
+
+
+def test_what_no_piece_fills_is_found_by_address_in_whatever_storage_it_lies() -> None:
+    """Two parameters cut from one allocation: that one is received says nothing of the other."""
+    arena = torch.zeros(20, 4)
+    received, aside, tied = arena[:6], arena[8:14], arena[2:4]
+    layout, memory = described([("embed", received)])
+    names = {"received": received, "aside": aside, "tied": tied, "across": arena[4:9], "other": torch.zeros(3)}
+    found = unwritten(layout, memory.buffers, {**names, "none": torch.zeros(0)})
+    assert found == {"aside": (0, 96), "across": (32, 80), "other": (0, 12)}
+    assert unwritten(layout, [None], {"received": received}) == {"received": (0, 96)}
+
+
+def test_padding_that_a_constant_fills_is_filled_and_columns_count_each() -> None:
+    weight = torch.zeros(6, 4)
+    shards = [Shard(EMBED, (0, 0), (6, 3), 0, 0, (16, 4), "float32")]
+    memory = [flat_bytes(weight)]
+    lacking = build_layout(shards, [Buffer("embed", 96)])
+    assert unwritten(lacking, memory, {"w": weight, "columns": weight[:, :3]}) == {"w": (12, 16)}
+    padded = build_layout(shards, [Buffer("embed", 96)], [Constant((6,), 0, 12, (16,), "float32", bytes(4))])
+    assert not unwritten(padded, memory, {"w": weight})
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("table", torch.ones(1), persistent=False)
+        self.register_buffer("bias", torch.ones(1))
+
+
+def test_what_may_stay_as_it_is_goes_by_a_rule() -> None:
+    table = (Kept(("scale",), ("Scaled",), "set once", set_again=False), Kept(("bias",), ("Module",), "set", True))
+    module = type("Inherits", (Scaled,), {})()
+    assert why_kept(table, module, "scale", dummy=False) == ("set once", "")
+    rule, wrong = why_kept(table, module, "scale", dummy=True)
+    assert rule and "started on dummy weights" in wrong
+    assert why_kept(table, module, "bias", dummy=True) == ("set", "")
+    assert why_kept(table, module, "other", dummy=False) == ("", "")
+    assert [name for name in ("scale", "table", "bias") if is_demanded(module, name)] == ["scale", "bias"]

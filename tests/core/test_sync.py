@@ -25,7 +25,7 @@ from awex_core.config import SyncConfig
 from awex_core.controller import EngineController
 from awex_core.engine import LoaderPathModule
 from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout, TransferError
-from awex_core.layout.live import ShardCollector
+from awex_core.layout.live import Held, ShardCollector
 from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
@@ -33,6 +33,7 @@ from awex_core.process import this_process
 from awex_core.session import ReaderSession
 from awex_core.snapshot import PendingSync
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
+from awex_core.trainer import Places
 from awex_core.version import INITIAL, Version
 from awex_core.writer import SyncResult, WeightWriter
 from tests.support.authority import Authority
@@ -114,12 +115,22 @@ class Trainer:
         self.weights = fake_weights(**sizes)
         self.shares = [self._share(rank, world) for rank in range(world)]
         self._pool = ThreadPoolExecutor(world)
-        built = [self._collect(share) for share in self.shares]
+        self.places = [self._places(share) for share in self.shares]
+        built = [places.find() for places in self.places]
         manifest = sorted({spec for layout, _ in built for spec in layout.tensors})
 
         def join(rank: int) -> WeightWriter:
             layout, memory = built[rank]
-            return WeightWriter(layout, memory, rank=rank, world=world, run=run, manifest=manifest, config=config)
+            return WeightWriter(
+                layout,
+                memory,
+                rank=rank,
+                world=world,
+                run=run,
+                manifest=manifest,
+                config=config,
+                settle=self.places[rank].find,
+            )
 
         self.writers = list(self._pool.map(join, range(world)))
 
@@ -130,7 +141,10 @@ class Trainer:
             share[name] = (int(rows[0]), full[rows].clone())
         return share
 
-    def _collect(self, share: dict[str, tuple[int, torch.Tensor]]) -> Any:
+    def _places(self, share: dict[str, tuple[int, torch.Tensor]]) -> Places:
+        return Places(lambda: [(name, part) for name, (_, part) in share.items()], lambda: self._collect(share))
+
+    def _collect(self, share: dict[str, tuple[int, torch.Tensor]]) -> Held:
         collector = ShardCollector()
         for name, (begin, part) in share.items():
             full = self.weights[name]

@@ -32,6 +32,13 @@ CASES = [
     Case("host", "transfer 1 %", "no memory in the worker", "vllm", 0, SHORT_S, False),
     Case("host", "plan", "file-size limit", "vllm", 0, SHORT_S, False),
     Case("host", "verify", "clock jump", "vllm", 0, SHORT_S, True),
+    Case("other caller", "plan", "reload", "vllm", 0, SHORT_S, False),
+    Case("other caller", "transfer 50 %", "sleep and wake", "vllm", 0, SHORT_S, False),
+    Case("other caller", "transfer 1 %", "resume", "vllm", 0, SHORT_S, False),
+    Case("other caller", "commit", "reload", "sglang", 0, SHORT_S, False),
+    Case("other caller", "plan", "sleep and wake", "sglang", 0, SHORT_S, False),
+    Case("other caller", "verify", "pause and resume", "sglang", 0, SHORT_S, False),
+    Case("other caller", "transfer 50 %", "weight-transfer calls", "sglang", 0, SHORT_S, False),
 ]
 
 

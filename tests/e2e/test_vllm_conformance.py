@@ -11,15 +11,14 @@ from awex_core.testing.other_callers import OtherCallerTests
 from tests.support.conformance import LiveEngineTests, LiveSite
 from tests.support.jobs import Reference, VllmServer
 from tests.support.other_calls import VllmCalls
-
-PLAIN = "tests.support.plain_linears.PlainDumpExtension"
+from tests.support.vllm_options import PLAIN_LINEARS
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 class TestVllm(LiveEngineTests, OtherCallerTests):
-    server = functools.partial(VllmServer, tp=2, cold=True, extra=["--worker-extension-cls", PLAIN])
-    reference = functools.partial(Reference, tp=2, dtype="bfloat16", options={"worker_extension_cls": PLAIN})
+    server = functools.partial(VllmServer, tp=2, cold=True, extra=["--worker-extension-cls", PLAIN_LINEARS])
+    reference = functools.partial(Reference, tp=2, dtype="bfloat16", options={"worker_extension_cls": PLAIN_LINEARS})
     own_calls = VllmCalls
 
 
@@ -27,7 +26,7 @@ class TestVllm(LiveEngineTests, OtherCallerTests):
 @pytest.mark.timeout(600)
 class TestVllmInShadowMode(LiveSite, ShadowTests, OtherCallerTests):
     server = functools.partial(
-        VllmServer, tp=2, extra=["--weight-sync-receive", "shadow", "--worker-extension-cls", PLAIN]
+        VllmServer, tp=2, extra=["--weight-sync-receive", "shadow", "--worker-extension-cls", PLAIN_LINEARS]
     )
-    reference = functools.partial(Reference, tp=2, dtype="bfloat16", options={"worker_extension_cls": PLAIN})
+    reference = functools.partial(Reference, tp=2, dtype="bfloat16", options={"worker_extension_cls": PLAIN_LINEARS})
     own_calls = VllmCalls

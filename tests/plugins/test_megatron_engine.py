@@ -18,6 +18,7 @@ from awex_core import trainer
 from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, LayoutError
 from awex_core.layout import CanonicalTensor, encode_manifest
+from awex_core.layout.live import Held, ShardCollector
 from megatron_awex import commit, engine
 from megatron_awex.engine import HfModel, WeightSyncCallback, extra_args_provider, wrap_optimizer_step
 from tests.support.wheels import unpacked
@@ -156,27 +157,27 @@ def test_a_backend_without_the_checkpoint_is_refused():
 # Between syncs.
 
 
-def test_parameters_that_have_moved_are_named_before_anything_is_published():
-    model = torch.nn.Linear(2, 2)
-    writer = Recorder()
-    sync = trainer.WeightSync(writer, trainer.Places(lambda: commit.parameters([model])).check)
-    sync.write_weights(1, verify="off")
-    model.weight.data = model.weight.data.clone()
-    with pytest.raises(LayoutError, match=r"1 parameters have moved since attach.*\n.*weight"):
-        sync.write_weights(2)
-    assert writer.calls == [(1, {"verify": "off"})]
+def collect(model: torch.nn.Module) -> Held:
+    collector = ShardCollector()
+    for name, tensor in commit.parameters([model]):
+        collector.add(name, tensor.shape, (0,) * tensor.dim(), tensor.detach())
+    return collector.build()
 
 
-def test_a_saved_buffer_that_has_moved_is_named_too():
+def test_a_saved_buffer_that_has_moved_is_followed_too():
     model = torch.nn.Module()
     model.register_buffer("expert_bias", torch.zeros(4))
     model.register_buffer("counts", torch.zeros(4), persistent=False)
-    places = trainer.Places(lambda: commit.parameters([model]))
+    places = trainer.Places(lambda: commit.parameters([model]), lambda: collect(model))
+    first = places.find()
     model.counts = torch.zeros(5)
-    places.check()
+    assert places.find() is first
     model.expert_bias = torch.zeros(4)
-    with pytest.raises(LayoutError, match=r"1 parameters have moved since attach.*\n.*expert_bias"):
-        places.check()
+    layout, memory = places.find()
+    assert layout is first[0] and memory.addresses == [model.expert_bias.data_ptr()]
+    model.expert_bias = torch.zeros(5)
+    with pytest.raises(LayoutError, match=r"expert_bias: it is torch.float32 of shape \(5,\), at attach\(\) it was"):
+        places.find()
 
 
 @pytest.mark.parametrize(("sliced", "lazy", "gathers"), [(True, True, 1), (True, False, 0), (False, False, 0)])

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,6 +22,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import tiny_models
 from tests.support.trainer import ROOT, Trainer, TrainerSpec, join_ranks, run_ranks
+
+if TYPE_CHECKING:
+    from awex_core.layout import Layout
+    from awex_core.layout.live import Memory
 
 pytestmark = pytest.mark.timeout(400)  # the first test of a world size waits for its launch
 
@@ -113,19 +117,31 @@ def rank_main(folder: Path, world: int) -> None:
 def train_case(case: Case, folder: Path, checkpoint: Path) -> None:
     from awex_core.trainer import Places
     from megatron_awex.commit import parameters, settle
+    from megatron_awex.engine import HfModel, describe
     from megatron_awex.families import family_for
     from megatron_awex.layout import live_shards
 
     trainer = Trainer(case.spec)
-    shards = live_shards(trainer.chunks, family=family_for(case.spec.family), hf_vocab_size=case.spec.vocab)
-    places = Places(lambda: parameters(trainer.chunks))
-    check_layout(trainer, shards, checkpoint)
+    model = HfModel.read(checkpoint)
+
+    def collect() -> list[Any]:
+        return live_shards(trainer.chunks, family=family_for(case.spec.family), hf_vocab_size=case.spec.vocab)
+
+    shards = collect()
+    places = Places(lambda: parameters(trainer.chunks), lambda: describe(trainer.chunks, model))
+    first = places.find()
+    check_layout(shards, *first)
     save_manifest(shards, folder)
     if case.layout == "tp=1":
         save_refusals(trainer, folder, checkpoint)
     for step in STEPS:
         trainer.train_step()
-        places.check()
+        if step == STEPS[-1]:
+            move_weights(trainer)
+            shards = collect()
+            check_layout(shards, *places.find())
+            assert places.find()[0] is first[0] and places.find()[1] is not first[1]
+        assert step == STEPS[-1] or places.find() is first
         settle(trainer.chunks, trainer.optimizer)
         trainer.dump_raw(folder / step)
         save_shards(shards, folder / step)
@@ -134,11 +150,23 @@ def train_case(case: Case, folder: Path, checkpoint: Path) -> None:
     trainer.close()
 
 
-def check_layout(trainer: Trainer, shards: list[Any], checkpoint: Path) -> None:
-    """The layout describes the very same memory as the views do."""
-    from megatron_awex.engine import HfModel, describe
+def move_weights(trainer: Trainer) -> None:
+    """As frameworks offload a Megatron model and take it back: storages are emptied and filled again, elsewhere."""
+    live = [tensor for chunk in trainer.bare_chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in live}
+    blockers = []
+    for storage in storages.values():
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+        address, value = storage.data_ptr(), flat.clone()
+        while storage.nbytes() == 0 or storage.data_ptr() == address:
+            storage.resize_(0)
+            blockers.append(torch.empty_like(value))
+            storage.resize_(value.numel())
+        flat.copy_(value)
 
-    layout, memory = describe(trainer.chunks, HfModel.read(checkpoint))
+
+def check_layout(shards: list[Any], layout: Layout, memory: Memory) -> None:
+    """The layout describes the very same memory as the views do."""
     described = set()
     for row in range(len(layout)):
         shard = layout.shard(row)

@@ -137,9 +137,17 @@ def test_a_parameter_that_is_left_out_in_part_is_named():
     assert "b: 12 elements" in str(caught.value)
 
 
-def test_buffers_may_be_reported_and_need_not_be():
+def test_buffers_that_are_not_saved_may_be_reported_and_need_not_be():
     bias, table = torch.zeros(4), torch.zeros(5)
     check_accounted([ShardedTensor.from_rank_offsets("bias", bias)], {}, {"bias": bias, "table": table})
+
+
+def test_a_persistent_buffer_that_is_left_out_is_named():
+    bias = torch.zeros(4)
+    with pytest.raises(
+        LayoutError, match=r"1 parameters or persistent buffers are not in sharded_state_dict\n  - bias: 4"
+    ):
+        check_accounted([], {"bias": bias}, {"bias": bias})
 
 
 # Models whose weights mean something else.

@@ -13,7 +13,7 @@ from tests.support.cells import LAYERS, Cell, Outcome
 from tests.support.environment import ALL_CELLS
 from tests.support.refusals import is_expected
 from tests.support.run_cells import clear, run_cells
-from tests.support.sglang_cells import MUTATED, SHORT, TABLE
+from tests.support.sglang_cells import MISMATCHED, MUTATED, SHORT, TABLE
 
 EQUAL = TABLE if ALL_CELLS else SHORT
 
@@ -24,7 +24,7 @@ Outcomes = Mapping[Cell, Outcome]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    cells = [*EQUAL, *MUTATED]
+    cells = [*EQUAL, *MUTATED, *MISMATCHED]
     folder = tmp_path_factory.mktemp("cells")
     found = {outcome.cell: outcome for outcome in run_cells(cells, folder)}
     clear(folder)
@@ -48,3 +48,8 @@ def test_a_family_is_as_if_freshly_loaded(outcomes: Outcomes, cell: Cell) -> Non
 def test_a_failure_made_on_purpose_is_seen_by_name(outcomes: Outcomes, cell: Cell) -> None:
     assert outcomes[cell].says.startswith("different: "), outcomes[cell]
     assert outcomes[cell].differing == MUTATED[cell]
+
+
+@pytest.mark.parametrize("cell", MISMATCHED, ids=str)
+def test_a_trainer_that_is_another_model_or_lacks_a_part_is_refused_by_name(outcomes: Outcomes, cell: Cell) -> None:
+    assert MISMATCHED[cell] in outcomes[cell].refused, outcomes[cell]

@@ -12,6 +12,7 @@ import pytest
 
 from awex_core.calls import Call, Calls, find_route
 from sglang_awex import calls as sglang
+from tests.calls_table import DOCUMENT, replaced
 from tests.rules.tree import ROOT
 from vllm_awex import calls as vllm
 
@@ -118,3 +119,8 @@ def test_a_path_with_a_parameter_is_found() -> None:
 def test_what_is_refused_says_why() -> None:
     tables = (vllm.ROUTES, vllm.CORE, vllm.WORKER, sglang.ROUTES, sglang.MANAGER, sglang.REQUESTS)
     assert not [name for table in tables for name, call in table.items() if call.kind == "refused" and not call.note]
+
+
+def test_the_document_shows_the_tables() -> None:
+    text = DOCUMENT.read_text()
+    assert replaced(text) == text, "run python -m tests.calls_table"

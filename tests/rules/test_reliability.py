@@ -37,6 +37,8 @@ def test_a_campaign_adds_to_the_table_of_another(tmp_path: Path) -> None:
     shown = path.read_text()
     assert "| trainer rank | verify | SIGKILL | 3 |  | 1 | 2 |  | 9.5 |" in shown
     assert "| network | any | reset | 1 |  |  | 1 |  | 3.0 |" in shown
-    assert shown.count("chaos: PASS faults=2 hangs=0 torn=0 leaks=0") == 2 and "seed 1, 10 answers" in shown
+    assert (
+        shown.count("chaos: PASS faults=2 hangs=0 torn=0 leaks=0 labels_wrong=0") == 2 and "seed 1, 10 answers" in shown
+    )
     write_table(path, [one], 2)
     assert path.read_text().count("chaos: PASS") == 1 and path.read_text().endswith("\nafter\n")

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.public_families import PUBLIC
+
 SEEDS = (1, 2)
 """Of the two checkpoints that an engine is given in turn, and compared with."""
 
@@ -67,7 +69,8 @@ class Weights:
     @property
     def fields(self) -> dict[str, Any]:
         """Fields of the model's config that are not the family's own."""
-        return {"num_hidden_layers": LAYERS, **dict(self.sizes)}
+        layers = {} if self.kind in PUBLIC else {"num_hidden_layers": LAYERS}
+        return {**layers, **dict(self.sizes)}
 
     @staticmethod
     def read(fields: dict[str, Any]) -> Weights:
@@ -87,8 +90,9 @@ class Weights:
 class TrainerRun:
     """A trainer whose weights are those of a checkpoint.
 
-    ``layout`` is ``CHECKPOINT``, Megatron's degrees as ``trainer.Parallel`` reads
-    them, ``fsdp=2`` (FSDP2 on transformers' model), or ``fsdp=2,float32`` (the
+    ``layout`` is ``CHECKPOINT``, the same without the tensors whose names have
+    some text in them (``checkpoint without TEXT``), Megatron's degrees as
+    ``trainer.Parallel`` reads them, ``fsdp=2`` (FSDP2 on transformers' model), or ``fsdp=2,float32`` (the
     same with its parameters in float32, published as the checkpoint has them).
     """
 
@@ -98,7 +102,12 @@ class TrainerRun:
     @property
     def quantises(self) -> bool:
         """Whether it trains in bfloat16 what it publishes quantised."""
-        return self.weights.quantised == "block-fp8" and self.layout != CHECKPOINT
+        return self.weights.quantised == "block-fp8" and not self.layout.startswith(CHECKPOINT)
+
+    @property
+    def lacks(self) -> str:
+        """What is in the names of the tensors that it does not publish; empty if it publishes all."""
+        return self.layout.partition(f"{CHECKPOINT} without ")[2]
 
     @property
     def held(self) -> Weights:
@@ -166,7 +175,7 @@ class Cell:
     @property
     def source(self) -> str:
         """The trainer, for people."""
-        if self.trainer == CHECKPOINT or self.trainer.startswith("fsdp"):
+        if self.trainer.startswith((CHECKPOINT, "fsdp")):
             name = self.trainer
         else:
             name = f"megatron {self.trainer}"

@@ -19,6 +19,7 @@ import functools
 import gc
 import importlib
 import itertools
+import os
 import sys
 import time
 import traceback
@@ -113,7 +114,8 @@ class Cells:
 
     def _places(self, cell: Cell) -> tuple[Path, list[Place]]:
         """A new folder, and the ranks of an engine that meet there."""
-        site, world = self.folder / "builds" / f"{cell.engine}-{next(self._builds)}", cell.layout.world
+        name = f"{cell.engine}-{os.getpid()}-{next(self._builds)}"  # a process may be the second in this folder
+        site, world = self.folder / "builds" / name, cell.layout.world
         site.mkdir(parents=True)
         port = free_port()
         return site, [Place(rank, world, port, site / "meeting") for rank in range(world)]

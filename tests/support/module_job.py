@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import awex_core
 from awex_core.config import SyncConfig
 from awex_core.engine import TracedModel
-from awex_core.errors import LayoutError, SyncTimeout
+from awex_core.errors import LayoutError, SyncFailed, SyncTimeout
 from awex_core.layout.live import Memory, flat_bytes
 from awex_core.layout.trace import trace_loader
 from awex_core.module import local_box
@@ -66,7 +66,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     fp8: bool = False
     headers: bool = True
-    versions: tuple[str, ...] = ("nothing", "step")
+    versions: tuple[str, ...] = ("nothing", "step", "moved")
 
     @property
     def world(self) -> int:
@@ -97,7 +97,7 @@ def shard_over_tensor_parallel(model: Any, mesh: Any) -> None:
 
 CASES = (
     Case("fsdp2", (2,), shard_mixed, SMALL),
-    Case("fsdp4-tied", (4,), shard_by_rows, SMALL, tied=True, versions=("nothing", "step", "forward")),
+    Case("fsdp4-tied", (4,), shard_by_rows, SMALL, tied=True, versions=("nothing", "step", "moved", "forward")),
     Case("fsdp2-tp2", (2, 2), shard_over_tensor_parallel, SMALL),
     Case("fp8-fsdp2", (2,), shard_by_rows, LARGE, fp8=True),
     Case("fp8-hsdp4", (2, 2), shard_by_rows, LARGE, dtype=torch.bfloat16, fp8=True, headers=False),
@@ -168,11 +168,13 @@ def train_rank(case: Case, rank: int, folder: Path) -> None:
         # Ranks that compute one sample together see the same one, or their replicas would part.
         seed = 100 * version + (mesh.get_local_rank("dp") if len(case.mesh) > 1 else rank)
         ids = torch.randint(case.sizes["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(seed))
-        if before == "step":
+        if before in ("step", "moved"):
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        elif before == "forward":
+        if before == "moved" and rank == case.world - 1:
+            take_back(model, offload(model))
+        if before == "forward":
             with torch.no_grad():
                 model(input_ids=ids)
             assert not isinstance(model.model.norm.weight, DTensor), "the root was to stay gathered"
@@ -182,7 +184,7 @@ def train_rank(case: Case, rank: int, folder: Path) -> None:
             (folder / f"result-{version}.json").write_text(json.dumps(result.figures))
     staged = sum(buffer.numel() for buffer in sync.writer.memory.buffers)
     (folder / f"staged-{rank}.json").write_text(json.dumps(staged))
-    check_moved(model, sync, case, rank)
+    check_offloaded(model, sync, case, rank)
     sync.close()
     if case.name == "fp8-fsdp2":
         check_alone(folder, rank)
@@ -209,22 +211,46 @@ def check_aliases(model: Any, memory: Memory) -> None:
     assert set(memory.addresses) == expected, "the writer's memory is not the parameters'"
 
 
-def check_moved(model: Any, sync: Any, case: Case, rank: int) -> None:
-    """A parameter that lies elsewhere than when ``attach`` was called is noticed.
+_BLOCKERS: list[torch.Tensor] = []
 
-    Quantising is collective: there one rank's parameter moves, and every rank says so.
-    """
+
+def storages(model: Any) -> list[torch.UntypedStorage]:
+    """The memory of this rank's parameters."""
+    locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return list({local.untyped_storage()._cdata: local.untyped_storage() for local in locals_}.values())
+
+
+def offload(model: Any) -> list[torch.Tensor]:
+    """Empty the memory, as frameworks do between two steps; returns the bytes that were in it."""
+    kept = []
+    for storage in storages(model):
+        kept.append(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).clone())
+        storage.resize_(0)
+    return kept
+
+
+def take_back(model: Any, kept: list[torch.Tensor]) -> None:
+    """Memory anew, and the bytes. Where it was before there is something else by now."""
+    _BLOCKERS.extend(torch.full_like(value, 7) for value in kept)
+    for storage, value in zip(storages(model), kept, strict=True):
+        storage.resize_(value.numel())
+        torch.empty(0, dtype=torch.uint8).set_(storage, 0, (value.numel(),), (1,)).copy_(value)
+
+
+def check_offloaded(model: Any, sync: Any, case: Case, rank: int) -> None:
+    """What one rank cannot publish is told on every rank, by name and at once."""
     last = case.world - 1
-    if not case.fp8 or rank == last:
-        norm = model.model.layers[1].input_layernorm.weight
-        norm._local_tensor = norm._local_tensor.clone()
-    expected = "layers.1.input_layernorm.weight" if not case.fp8 or rank == last else f"rank {last}: 1 parameters"
+    if rank == last:
+        offload(model)
+    expected = "layers.0.input_layernorm.weight: it is offloaded" if rank == last else "parameters cannot be published"
+    begun = time.monotonic()
     try:
         sync.write_weights(99)
-    except LayoutError as error:
-        assert expected in str(error), error
+    except (LayoutError, SyncFailed) as error:
+        assert expected in str(error) and (rank == last or f"rank {last}" in str(error)), error
+        assert time.monotonic() - begun < PATIENCE_S / 2, "it was waited for"
     else:
-        raise AssertionError("a parameter moved and nobody noticed")
+        raise AssertionError("parameters without memory, and nobody noticed")
 
 
 def check_alone(folder: Path, rank: int) -> None:

@@ -36,7 +36,7 @@ from awex_core.meta import messages as m
 from awex_core.meta.limits import Limits
 from awex_core.meta.store import JobStore
 from awex_core.meta.sync import Sync
-from awex_core.session import SessionKey, has_traced
+from awex_core.session import SessionKey, has_traced, sources_of
 from awex_core.version import INITIAL, Version
 
 LEASE_S, LIMIT_S, CONNECT_S = 10.0, 30.0, 30.0
@@ -80,6 +80,7 @@ class Chaos:
     time: float = 0.03
     partial: float = 0.4
     slip: float = 0.25
+    move: float = 0.2
     two_sided: bool = False
     verify: str = "off"
     engines_restart: bool = True
@@ -326,7 +327,8 @@ class Rank(Process):
     def __init__(self, world: World, run: Run, rank: int) -> None:
         super().__init__(world, f"{run.name}-w{rank}")
         self.run, self.rank = run, rank
-        self.weights: Bytes = {(rank, kind): (run.name, 0) for kind in "ab"}
+        self.homes: list[Bytes] = [{(rank, kind): (run.name, 0) for kind in "ab"}]
+        """The weights, where they are now, after all places where they have been: something else is there by now."""
         self.sessions: dict[str, Session] = {}
         self.base: tuple[Version, str] = (INITIAL, "it is the first")
         """``WeightWriter._base``."""
@@ -334,6 +336,10 @@ class Rank(Process):
             rank=rank, world=WORLD, run=run.name, process=self.identity, layout="L", endpoint="E", manifest=MANIFEST
         )
         self.spawn(self._main(), "main")
+
+    @property
+    def weights(self) -> Bytes:
+        return self.homes[-1]
 
     def _main(self) -> Steps[None]:
         try:
@@ -362,6 +368,8 @@ class Rank(Process):
             self.weights[self.rank, kind] = (self.run.name, number)
         self.run.called[self.rank] = number
         self.world.published.setdefault((self.run.name, number), {}).update(dict(self.weights))
+        if self.world.random.random() < self.world.chaos.move:
+            yield from self._move()
         slip = self.run.slip(number, self.rank)
         if slip != "before":
             yield from self._write_weights(number, verify, only)
@@ -369,6 +377,14 @@ class Rank(Process):
             if not self.world.mutant("a rank forgets calls that failed"):
                 self.base = INITIAL, f"the call for version {number} failed"
             raise SyncFailed(f"an error {slip} the version", {})
+
+    def _move(self) -> Steps[None]:
+        """``WeightWriter._follow``."""
+        self.homes.append(dict(self.weights))
+        self.homes[-2].update(dict.fromkeys(self.weights, ("gone", 0)))
+        moved = self.info.moved + 1
+        self.info = msgspec.structs.replace(self.info, moved=moved, endpoint=f"E{moved}")
+        yield from self.rpc(m.JoinWriter(info=self.info))
 
     def _wait_for_run(self) -> Steps[None]:
         def formed(view: m.JobView) -> bool | None:
@@ -466,7 +482,8 @@ class Rank(Process):
                 pass
 
     def _session(self, engine: str, view: m.JobView, sync: m.SyncView, end: float) -> Steps[Session | None]:
-        key = SessionKey(sync.version.epoch, engine, sync.engines[engine].generation)
+        generation, sources = sync.engines[engine].generation, self.world.sources_of(view.writers)
+        key = SessionKey(sync.version.epoch, engine, generation, sources=sources)
         known = self.sessions.get(engine)
         if known is not None and known.key == key:
             return known
@@ -689,7 +706,7 @@ class Worker(Process):
 
     def _ensure_session(self, sync: m.SyncView, writers: list[m.WriterInfo], copy: str, end: float) -> Steps[None]:
         name = self.engine.name
-        key = SessionKey(sync.version.epoch, name, sync.engines[name].generation, copy)
+        key = SessionKey(sync.version.epoch, name, sync.engines[name].generation, copy, self.world.sources_of(writers))
         if self.session is not None and self.session[0] == key:
             return
         self.session = None
@@ -758,7 +775,9 @@ class Worker(Process):
                 yield None
                 if not source.alive:
                     raise TransferError(f"writer rank {writer.rank} is gone")
-                weights = source.weights if isinstance(source, Rank) else source.bytes
+                weights = source.homes[writer.moved] if isinstance(source, Rank) else source.bytes
+                if self.world.chaos.two_sided:
+                    weights = session.weights
                 self.bytes[writer.rank, kind] = weights[writer.rank, kind]
             if self.world.chaos.two_sided:
                 session.wanting.discard(self.rank)
@@ -861,7 +880,8 @@ class Lender:
         left = max(end - worker.world.now, 0.0)
         copy = yield from worker.wait_for(ready, timeout_s=left, what="the target")
         sync = copy.sync
-        key = SessionKey(sync.version.epoch, target, sync.engines[target].generation, copy_key(copy))
+        sources = worker.world.sources_of(copy.lenders)
+        key = SessionKey(sync.version.epoch, target, sync.engines[target].generation, copy_key(copy), sources)
         session = Session(worker, key, worker.rank, list(range(WORLD)), worker.bytes)
         try:
             yield from session.connect(end)
@@ -1141,6 +1161,9 @@ class World:
 
     def mutant(self, name: str) -> bool:
         return name in self._mutants
+
+    def sources_of(self, writers: list[m.WriterInfo]) -> str:
+        return "" if self.mutant("sessions outlive a move") else sources_of(writers)
 
     def process(self, incarnation: str) -> Process:
         return next(process for process in self.processes if process.incarnation == incarnation)

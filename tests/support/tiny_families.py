@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import tiny_models
+from tests.support.public_families import PUBLIC, make_public
 from tests.support.tiny_models import KINDS, Kind, make_model
 
 BLOCK = 128
@@ -93,7 +94,9 @@ FAMILIES = {
 def make_family(
     out: Path | str, kind: str, *, dtype: str = "bfloat16", seed: int = 0, quantise: str = "", **sizes: Any
 ) -> Path:
-    """``make_model`` for the kinds of both tables; ``quantise`` is one of ``QUANTISERS``, or empty."""
+    """``make_model`` for the kinds of all tables; ``quantise`` is one of ``QUANTISERS``, or empty."""
+    if kind in PUBLIC:
+        return make_public(out, kind, dtype=dtype, seed=seed, **sizes)
     if kind in FAMILIES:
         KINDS.setdefault(kind, FAMILIES[kind])
     path = make_model(out, kind, dtype=dtype, seed=seed, **sizes)

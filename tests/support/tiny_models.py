@@ -145,7 +145,7 @@ def make_model(out: Path | str, kind: str = "qwen3", *, dtype: str = "bfloat16",
     _randomise(model)
     path = Path(out)
     model.save_pretrained(path)
-    _byte_tokenizer().save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
     return path
 
 
@@ -169,7 +169,7 @@ def _randomise(model: Any) -> None:
                 buffer.copy_(0.1 * torch.randn(buffer.shape))
 
 
-def _byte_tokenizer() -> Any:
+def byte_tokenizer() -> Any:
     """A tokenizer without merges, whose token ``i`` is the byte ``i``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

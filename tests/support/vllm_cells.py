@@ -63,7 +63,7 @@ MISMATCHED = {
         "llama-tied", other=(("tie_word_embeddings", False),)
     ): "lm_head.weight [0:301, 0:128] and model.embed_tokens.weight [0:301, 0:128]",
 }
-"""Trainers whose model is another, and what the refusal has to name."""
+"""Trainers whose model is another or lacks a part, and what the refusal has to name."""
 
 SHORT = [
     *(Cell("qwen3", TP2, trainer) for trainer in ("checkpoint", "tp=2", "pp=2,vpp=2", "tp=2,pp=2", "fsdp=2")),

@@ -16,7 +16,9 @@ import torch
 from tests.support.built import Built, Place
 from tests.support.cells import Cell
 from tests.support.environment import ENVIRONMENT
+from tests.support.lent_torchvision import lend_torchvision
 from tests.support.lines import ROOT
+from tests.support.sglang_jobs import BIN
 from tests.support.vllm_dump import model_tensors
 
 ENV = {
@@ -41,7 +43,9 @@ def start() -> None:
 
     On others vLLM packs the weights of all linears, as no GPU does; real engines do so in ``tests/e2e``.
     """
-    torch.cpu._is_avx512_supported = torch.cpu._is_amx_tile_supported = lambda: False
+    for feature in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        setattr(torch.cpu, feature, lambda: False)
+    lend_torchvision(BIN.parent)
     import vllm.distributed.parallel_state
     import vllm.engine.arg_utils
     import vllm.model_executor.model_loader  # noqa: F401 - imported once, before forking
@@ -54,7 +58,7 @@ def prepare(checkpoint: Path) -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
     (architecture,) = json.loads((checkpoint / "config.json").read_text())["architectures"]
-    entry = ModelRegistry.models[architecture]
+    entry = ModelRegistry.models.get(architecture)  # of others vLLM says itself that it does not have them
     if hasattr(entry, "module_name"):
         model_class = getattr(importlib.import_module(entry.module_name), entry.class_name)
         ModelRegistry.register_model(architecture, model_class)

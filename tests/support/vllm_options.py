@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+PLAIN_LINEARS = "tests.support.plain_linears.PlainDumpExtension"
+"""A worker extension with which no weight is out of sight, whatever this CPU has kernels for."""
+
 OPTIONS: dict[str, Any] = {
     "enforce_eager": True,
     "max_model_len": 1024,
