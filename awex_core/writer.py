@@ -248,7 +248,8 @@ class WeightWriter:
 
         Args:
             number: must rise from call to call; the same on every rank.
-            quorum: engines that must commit; by default all that were live when the last rank called.
+            quorum: engines that must commit; by default all that were live when the last rank called. Once so many
+                have, the version does not wait for engines that are asleep (it waits for others until its limit).
             verify: overrides the configured mode for this version. Every so many versions (by number, see
                 ``SyncConfig.verify_full_every``) ``sampled`` means ``full``.
             timeout_s: overrides the configured limit for this version.
@@ -273,7 +274,7 @@ class WeightWriter:
         begun = time.monotonic()
         limit = timeout_s if timeout_s is not None else self.config.sync_timeout_s
         try:
-            self._begin(number, verify or self.config.verify, limit, only, blocking)
+            self._begin(number, verify or self.config.verify, limit, only, blocking, quorum)
         except Exception as error:
             self._break_off(number, error)
             self._give_up(number, error)
@@ -288,7 +289,15 @@ class WeightWriter:
         self._pending = PendingSync(number, outcome, 2 * (limit + 2 * _GRACE_S))
         return self._pending
 
-    def _begin(self, number: int, verify: VerifyMode, limit: float, only: Collection[str], blocking: bool) -> None:
+    def _begin(
+        self,
+        number: int,
+        verify: VerifyMode,
+        limit: float,
+        only: Collection[str],
+        blocking: bool,
+        quorum: int | None,
+    ) -> None:
         """All that comes before engines may read: the weights are final, copied if they are to be, and announced."""
         self._leases.check(self._process.incarnation)
         # First, since it may be collective: whatever fails below, the other ranks do not wait in it.
@@ -309,7 +318,7 @@ class WeightWriter:
         if self._offer.export is not None:
             self._offer.export.hold(number)
         try:
-            self._announce(number, limit, mode, patterns, base)
+            self._announce(number, limit, mode, patterns, base, quorum)
         except BaseException:
             self._let_go()
             raise
@@ -317,7 +326,7 @@ class WeightWriter:
     def _publish(self, number: int, quorum: int | None, limit: float, begun: float) -> SyncResult:
         """Serve an announced version and hold until every engine is done with it."""
         try:
-            view = self._wait(number, lambda sync: sync.state != "gathering", limit, "the other writer ranks")
+            view = self._wait(number, lambda sync, _: sync.state != "gathering", limit, "the other writer ranks")
             sync = _sync_of(view, number)
             if sync.whole_because:
                 logger.warning(
@@ -385,7 +394,9 @@ class WeightWriter:
         stays = memory is not self._live
         self._offer = _Offer(layout, export_memory(memory), self._offer.moved + 1, stays)
 
-    def _announce(self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...], base: _Base) -> None:
+    def _announce(
+        self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...], base: _Base, quorum: int | None
+    ) -> None:
         def announce() -> None:
             self._client.announce(
                 self._process.incarnation,
@@ -395,6 +406,7 @@ class WeightWriter:
                 only=only,
                 base=base.version,
                 whole_because=base.why,
+                quorum=quorum,
             )
 
         try:
@@ -407,7 +419,7 @@ class WeightWriter:
             self._wait_for_run()
             announce()
 
-    def _wait(self, number: int, ready: Callable[[SyncView], bool], limit: float, what: str) -> JobView:
+    def _wait(self, number: int, ready: Callable[[SyncView, JobView], bool], limit: float, what: str) -> JobView:
         def reached(view: JobView) -> JobView | None:
             self._leases.check(self._process.incarnation)
             if not self._writes(view):  # the numbers in it may be those of the run that took over
@@ -416,7 +428,7 @@ class WeightWriter:
             if newer and _find_sync(view, number) is None:
                 raise SyncTimeout(f"version {number} has ended, and so has a later one, while this rank waited")
             # It was announced, so a server that does not know it has been restarted, and cannot tell how it ends.
-            return view if ready(_sync_of(view, number)) else None
+            return view if ready(_sync_of(view, number), view) else None
 
         # The server ends every sync at its limit; only a server that is gone makes this wait longer.
         return self._client.wait_for(reached, timeout_s=limit + _GRACE_S, what=what)
@@ -429,8 +441,14 @@ class WeightWriter:
         digests: dict[str, Lanes] = {}
         serving = {engine: _Serving(sync.remaining_s) for engine in sync.engines}
 
-        def done(now: SyncView) -> bool:
+        parked: set[str] = set()
+
+        def done(now: SyncView, view: JobView) -> bool:
             for engine, part in now.engines.items():
+                why = view.engines[engine].parked if engine in view.engines and part.outcome == "pending" else ""
+                if why and engine not in parked:
+                    parked.add(engine)
+                    logger.warning("awex: version %s waits for engine %s: %s", now.version, engine, why)
                 serving[engine].hand_over(part)
                 if part.outcome == "failed" and not serving[engine].failed:
                     serving[engine].fail()

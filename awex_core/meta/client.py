@@ -225,6 +225,7 @@ class MetaClient:
         only: Sequence[str] = (),
         base: Version = INITIAL,
         whole_because: str = "",
+        quorum: int | None = None,
     ) -> None:
         """This writer rank has reached version ``number``; the outcome comes through ``wait_for``."""
         message = Announce(
@@ -235,6 +236,7 @@ class MetaClient:
             only=list(only),
             base=base,
             whole_because=whole_because,
+            quorum=-1 if quorum is None else quorum,
         )
         # A version may be done before a lost reply is asked for again: the key tells a repeat from a second one.
         self._post(message, Ok, headers={"idempotency-key": uuid.uuid4().hex})

@@ -275,6 +275,8 @@ class Watch(_Message, frozen=True):
 class Announce(_Message, frozen=True):
     """A writer rank has reached ``number``. The version opens when every rank has.
 
+    Once ``quorum`` engines have committed it does not wait for those that are parked; -1: it waits for every engine.
+
     With ``only``, ``base`` is the version of this rank's last call, if that was committed; else ``whole_because``
     says why there is none.
     """
@@ -286,6 +288,7 @@ class Announce(_Message, frozen=True):
     only: list[str] = []
     base: Version = INITIAL
     whole_because: str = ""
+    quorum: int = -1
 
 
 class PublishDigest(_Message, frozen=True):

@@ -145,6 +145,8 @@ class JobStore:
             self._copies.fail(info.engine, reason)
         if info.weights != "held":
             self._copies.end_from(info.engine, f"{describe(info)}: {info.weights_reason}")
+        if self._versions.sync is not None:
+            self._versions.sync.leave_parked()
         return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch)
 
     def join_controller(self, message: JoinController, now: float) -> JoinReply:

@@ -59,6 +59,8 @@ class Sync:
     superseded: bool = False
     whole_because: str = ""
     """Why no engine is sent ``only`` some tensors: a writer rank does not build on ``base``."""
+    quorum: int | None = 0
+    """Engines that have to commit before it ends without those that are parked; None: it waits for them."""
 
     def view(self, now: float) -> SyncView:
         return SyncView(
@@ -105,6 +107,10 @@ class Sync:
         reason = f"writer rank {rank}: {why or f'its last version is {base}, and {known}'}"
         self.whole_because = reason[:MAX_REASON]
 
+    def ask_for(self, quorum: int) -> None:
+        """What a rank takes for enough: the version is as patient as the most patient of its ranks."""
+        self.quorum = None if quorum < 0 or self.quorum is None else max(quorum, self.quorum)
+
     def arrive(self, rank: int, verify: str, only: Sequence[str], now: float) -> None:
         """A writer rank is here; the version opens with the last one."""
         for name, theirs, ours in (("verify", verify, self.verify), ("only", sorted(only), sorted(self.only))):
@@ -134,6 +140,18 @@ class Sync:
                 partial = wanted and engine.state == "ready" and engine.version == self.base
                 self.parts[name] = EngineSync(outcome="pending", generation=engine.generation, partial=partial)
         self._settle()
+        self.leave_parked()
+
+    def leave_parked(self) -> None:
+        """End it for engines whose weights are not in memory, when as many have committed as the trainer asked for."""
+        committed = sum(part.outcome == "committed" for part in self.parts.values())
+        if self.state != "open" or self.quorum is None or committed < self.quorum:
+            return
+        parked = {name: self.engines[name].why("released") for name in self.pending() if name in self.engines}
+        if not all(parked.get(name) and self.parts[name].outcome == "pending" for name in self.pending()):
+            return
+        for name, why in parked.items():
+            self.fail(name, f"{why}; the version went on without it, with {committed} of the {self.quorum} asked for")
 
     def _settle(self) -> None:
         if self.state == "open" and not self.pending():
@@ -263,6 +281,7 @@ class Sync:
         self.parts[name] = msgspec.structs.replace(self.parts[name], outcome=outcome, reason=reason[:MAX_REASON])
         self.pulse.changed()
         self._settle()
+        self.leave_parked()
 
     def _silent_workers(self, engine: Engine) -> list[int]:
         """Workers that have not said they hold the version: all must, before the engine may commit."""
@@ -323,6 +342,7 @@ class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reason: str
     superseded: bool
     whole_because: str = ""
+    quorum: int | None = None
 
 
 def save_sync(sync: Sync) -> SavedSync:

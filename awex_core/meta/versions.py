@@ -82,6 +82,7 @@ class Versions:
         if sync is not None:
             if sync.state == "gathering":
                 sync.compare_base(rank, message.base, message.whole_because)
+                sync.ask_for(message.quorum)
             sync.arrive(rank, message.verify, message.only, now)
 
     def give_up(self, number: int, rank: int, reason: str) -> None:
@@ -204,5 +205,7 @@ def check_version(version: Version) -> None:
 def _check(message: Announce) -> None:
     if not 0 <= message.number <= MAX_NUMBER:
         raise Refused("invalid", f"version number {message.number} is negative or above {MAX_NUMBER}")
+    if not -1 <= message.quorum <= MAX_NUMBER:
+        raise Refused("invalid", f"quorum {message.quorum} is below -1 or above {MAX_NUMBER}")
     if not 0 < message.timeout_s <= MAX_WAIT_S:
         raise Refused("invalid", f"timeout_s is {message.timeout_s}; more than 0 and at most {MAX_WAIT_S:g} allowed")

@@ -96,6 +96,10 @@ class SglangHost:
 
     async def weights(self) -> tuple[WeightsState, str]:
         """See ``EngineHost.weights``."""
+        return ("foreign", self._guard.calling) if self._guard.calling else await self.left()
+
+    async def left(self) -> tuple[WeightsState, str]:
+        """See ``guard.Host``."""
         return worst({word.state: word.reason for word in await self._words()})
 
     async def why_interrupted(self) -> str:

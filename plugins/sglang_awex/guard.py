@@ -30,8 +30,8 @@ class Host(Protocol):
     async def quiet(self) -> None:
         """Have nobody read the weights any more; raises ``TransferError`` if somebody goes on."""
 
-    async def weights(self) -> tuple[WeightsState, str]:
-        """What they hold."""
+    async def left(self) -> tuple[WeightsState, str]:
+        """What they hold, now that a call is over."""
 
     async def why_interrupted(self) -> str:
         """Why a version cannot be received now; empty when it can."""
@@ -50,6 +50,8 @@ class ManagerGuard:
         self._found = ""
         """How the user has paused (SGLang's mode); empty when he has not."""
         self._shown = ""
+        self.calling = ""
+        """The call under way that may change the weights: as long as it is, nobody knows their version."""
         self._pause, self._continue = manager.pause_generation, manager.continue_generation
         manager.pause_generation, manager.continue_generation = self._user_pauses, self._user_continues
         for name, call in MANAGER.items():
@@ -63,23 +65,27 @@ class ManagerGuard:
                 raise ConfigError(f"{name} is refused: {call.note}")
             async with self._busy:
                 if call.kind == "owned" and not compat.only_reads(args):
-                    return await self._owned(lambda: original(*args, **kwargs))
+                    return await self._owned(name, lambda: original(*args, **kwargs))
                 return await original(*args, **kwargs)
 
         return guarded
 
-    async def _owned(self, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def _owned(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
         """A call that may change the weights: until it is seen what it did, answers say that nobody knows."""
         await self._host.quiet()
-        await self._show(UNKNOWN)
+        self.calling = name
         try:
-            return await call()
+            await self._show(UNKNOWN)
+            try:
+                return await call()
+            finally:
+                state, _ = await self._host.left()
+                # A label that the call has given SGLang is none of the trainer's.
+                await self._show(self._shown if state in ("held", "released") else UNKNOWN)
+                if state == "lost":
+                    await self._hold()
         finally:
-            state, _ = await self._host.weights()
-            # A label that the call has given SGLang is none of the trainer's.
-            await self._show(self._shown if state in ("held", "released") else UNKNOWN)
-            if state == "lost":
-                await self._hold()
+            self.calling = ""
 
     async def _show(self, version: str) -> None:
         if version:

@@ -941,3 +941,46 @@ def test_a_refusal_ends_with_the_trainer_it_was_about():
     store.join_writer(writer(0, 1, run="next"), 1)
     engine = store.view(1).engines["a"]
     assert (engine.state, engine.reason) == ("ready", "")
+
+
+def test_a_version_ends_without_those_that_sleep_when_every_rank_has_its_quorum() -> None:
+    store = ready_store(2, ("a", "b", "c"))
+    store.join_worker(worker("b", weights="released", weights_reason="sleep"), 0)
+    for rank, quorum in enumerate((1, 2)):
+        message = m.Announce(f"run1-w{rank}", 1, timeout_s=60, verify="off", quorum=quorum)
+        store.announce(message, 0)
+    for engine, outcomes in (("a", ("pending", "pending", "pending")), ("c", ("committed", "pending", "pending"))):
+        sync = store.view(0).sync
+        assert sync.state == "open" and tuple(sync.engines[name].outcome for name in "abc") == outcomes
+        hold(store, engine)
+        assert store.report_engine(report("committed", engine), 0).accepted
+    sync = store.view(0).sync
+    assert (sync.state, sync.engines["b"].outcome, sync.engines["b"].reason) == (
+        "done",
+        "failed",
+        "sleep; the version went on without it, with 2 of the 2 asked for",
+    )
+
+
+@pytest.mark.parametrize("quorums", [(-1, 1), (1, -1), (2, 1)])
+def test_a_version_waits_for_sleepers_if_a_rank_asks_for_more(quorums: tuple[int, int]) -> None:
+    store = ready_store(2, ("a", "b"))
+    for rank, quorum in enumerate(quorums):
+        store.announce(m.Announce(f"run1-w{rank}", 1, timeout_s=60, verify="off", quorum=quorum), 0)
+    hold(store, "a")
+    assert store.report_engine(report("committed", "a"), 0).accepted
+    store.join_worker(worker("b", weights="released", weights_reason="sleep"), 0)
+    assert store.view(0).sync.engines["b"].outcome == "pending" and store.view(59).sync.state == "open"
+
+
+def test_an_engine_that_falls_asleep_last_ends_the_version() -> None:
+    """Not one that has begun to receive: its weights are neither the old nor the new ones."""
+    for begun in (False, True):
+        store = ready_store(1, ("a", "b"))
+        store.announce(m.Announce("run1-w0", 1, timeout_s=60, verify="off", quorum=1), 0)
+        hold(store, "a")
+        assert store.report_engine(report("committed", "a"), 0).accepted and store.view(0).sync.state == "open"
+        if begun:
+            assert store.report_engine(report("updating", "b"), 0).accepted
+        store.join_worker(worker("b", weights="released", weights_reason="sleep"), 0)
+        assert store.view(0).sync.state == ("open" if begun else "done")

@@ -157,6 +157,24 @@ def test_a_version_that_finds_the_engine_asleep_to_its_end_says_so(
     assert trainer.write(3).committed == ("e",) and holds(engine, trainer.weights)
 
 
+def test_a_quorum_does_not_wait_for_an_engine_that_sleeps(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    """Which takes the version from the others when it is awake."""
+    config = replace(config, catch_up=True)
+    awake, asleep = loop.engine("awake", 1, config), loop.engine("asleep", 1, config)
+    trainer = make_trainer()
+    assert trainer.write(1).committed == ("asleep", "awake")
+    loop.run(asleep.foreign("sleep", nothing, released=True))
+    trainer.train(2)
+    result = trainer.write(2, quorum=1, timeout_s=600)
+    assert result.committed == ("awake",) and result.failed["asleep"].startswith("sleep; the version went on without")
+    assert holds(awake, trainer.weights) and seen(trainer, "asleep")[0] == "asleep"
+    loop.run(asleep.foreign("wake_up", nothing))
+    eventually(lambda: asleep.controller.version == awake.controller.version)
+    assert holds(asleep, trainer.weights)
+
+
 @pytest.mark.parametrize("call", ["sleep", "reload_weights"])
 def test_a_call_that_comes_after_the_version_has_begun(
     received: SyncConfig,
@@ -190,7 +208,7 @@ def test_a_call_that_comes_after_the_version_has_begun(
         eventually(lambda: look(loop, engine)["state"] == "unknown")
         change(trainer, "model.up.weight")
         assert publish(trainer, 3, only=["model.up.weight"]).committed == ("e",)
-    assert holds(engine, trainer.weights) and engine.controller.state == "ready"
+    assert holds(engine, trainer.weights) and look(loop, engine)["state"] == "ready"
 
 
 def test_weights_that_were_dropped_are_not_served(

@@ -101,6 +101,13 @@ def test_offline_engine_follows(
     reference = stack.enter_context(closing(SglangReference(trainer.checkpoint(model, "3"), folder)))
     reference.wait()
     check_same(lambda path: engine.ask("dump", 60, folder=str(path)), reference, folder)
+    assert engine.ask("call", 60, method="is_fully_idle") == "1.3", "whatever it does: it has left every byte as it was"
+    assert engine.ask("reload", 60, folder=str(model)) == "unknown", "nobody has committed what it holds now"
+    for child in trainer.ranks:
+        child.send("write", version=4, options={"only": ["model.norm.weight"]})
+    assert engine.ask("wait_for_version", 120, timeout_s=100.0) == "1.4"
+    assert trainer.ranks[0].receive(60)["committed"]
+    check_same(lambda path: engine.ask("dump", 60, folder=str(path)), reference, folder)
 
 
 WITHOUT_THE_FLAG = """
@@ -182,6 +189,11 @@ def test_wrong_flags_are_refused_before_any_process_is_started(
         "needs --weight-sync-kv=abort": ([*right, "--pp-size", "2"], {}),
         "does not support --enable-lora": ([*right, "--enable-lora", "--lora-paths", "a=/b"], {}),
         "does not support --tokenizer-worker-num": ([*right, "--tokenizer-worker-num", "2"], {}),
+        "does not support --speculative-algorithm": (
+            [*right, "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(model)],
+            {},
+        ),
+        "does not support --weight-cache-mode": ([*right, "--weight-cache-mode", "client"], {}),
         "needs --weight-sync-engine": ([*right, "--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "h:1"], {}),
         "token": (right, {"AWEX_TOKEN_FILE": str(wrong_token_file)}),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -97,6 +98,12 @@ def test_offline_llm_follows_through_vllms_own_calls(
     reference = stack.enter_context(closing(Reference(checkpoint, folder / "reference", tp=1, dtype="bfloat16")))
     reference.wait()
     check_same(lambda path: engine.ask("dump", 60, folder=str(path)), reference, folder)
+    assert engine.ask("reload", 60, folder=str(model)) == "unknown", "nobody has committed what it holds now"
+    for child in trainer.ranks:
+        child.send("write", version=4, options={"only": ["model.norm.weight"]})
+    engine.ask("update", 120, version="four")
+    assert trainer.ranks[0].receive(60)["committed"]
+    check_same(lambda path: engine.ask("dump", 60, folder=str(path)), reference, folder)
 
 
 NO_FLAG = """
@@ -156,3 +163,64 @@ def test_wrong_flags_end_the_server_before_it_loads_a_model(
         output = log.read_text(errors="replace")
         assert status != 0 and message in output, output[-2000:]
         assert "Loading weights" not in output and "not the token" not in output
+
+
+REFUSALS = """
+import json, os, sys
+import vllm.entrypoints.launchers.api_server.entry
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm_awex.options import check_configuration
+
+parser = make_arg_parser(FlexibleArgumentParser())
+for given, fields in json.load(sys.stdin):
+    os.environ.pop("AWEX_BACKEND", None)
+    try:
+        if isinstance(given, dict):
+            config = EngineArgs(sys.argv[1], weight_transfer_config={"backend": "awex"}, **given).create_engine_config()
+        else:
+            args = parser.parse_args(["--model", sys.argv[1], *given])
+            config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        for name, value in fields.items():  # what vLLM resolves so on GPUs only
+            setattr(config.parallel_config, name, value)
+        check_configuration(config)
+        print(json.dumps("accepted"))
+    except Exception as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def test_what_does_not_go_with_following_is_refused_however_it_is_said(folder: Path, meta: MetaServerProcess) -> None:
+    model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=0)
+    draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    flag, vllms_own = ["--weight-sync-backend=awex"], ["--weight-transfer-config", '{"backend": "awex"}']
+    by_parts = ["--spec-method", "draft_model", "--spec-model", str(model), "--spec-tokens", "2"]
+    kv_of_others = {"kv_connector": "ExampleConnector", "kv_role": "kv_consumer"}
+    cases: list[tuple[str, list[str] | dict[str, object], dict[str, bool]]] = [
+        ("--speculative-config with a draft model: ", [*flag, *by_parts], {}),
+        ("--speculative-config with a draft model: ", [*vllms_own, *by_parts], {}),
+        ("--speculative-config with a draft model: ", [*flag, "--speculative-config", json.dumps(draft)], {}),
+        ("--speculative-config with a draft model: ", {"speculative_config": draft}, {}),
+        ("accepted", [*flag, "--speculative-config", json.dumps(ngram)], {}),
+        ("accepted", {"speculative_config": ngram}, {}),
+        ("--enable-lora: ", {"enable_lora": True}, {}),
+        ("--enable-eplb: ", {}, {"enable_eplb": True}),
+        ("--load-format ipc_cache: ", [*flag, "--load-format", "ipc_cache"], {}),
+        ("--cpu-offload-gb and its kin: ", [*flag, "--cpu-offload-gb", "1"], {}),
+        (
+            "--kv-transfer-config with a producer or a consumer: ",
+            [*flag, "--kv-transfer-config", json.dumps(kv_of_others)],
+            {},
+        ),
+        ("accepted", [*vllms_own], {}),
+    ]
+    env = {**engine_env(1), **meta.env, "AWEX_META_SERVER": meta.address}
+    given = json.dumps([case[1:] for case in cases])
+    done = run_to_end([sys.executable, "-c", REFUSALS, str(model)], env, given=given, limit_s=180)
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+    assert len(answers) == len(cases), done.stderr[-3000:]
+    for (expected, *case), answer in zip(cases, answers, strict=True):
+        begins = "ConfigError: --weight-sync-backend=awex does not go with\n  - " if expected != "accepted" else ""
+        assert answer.startswith(begins + expected), (case, answer)

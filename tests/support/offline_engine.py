@@ -17,7 +17,13 @@ def main() -> None:
     stream = answer_stream()
     from vllm import LLM, SamplingParams
 
-    llm = LLM(sys.argv[1], dtype="bfloat16", weight_transfer_config={"backend": "awex"}, **OPTIONS)
+    llm = LLM(
+        sys.argv[1],
+        dtype="bfloat16",
+        weight_transfer_config={"backend": "awex"},
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+        **OPTIONS,
+    )
 
     def init() -> str:
         llm.init_weight_transfer_engine({"init_info": {}})
@@ -30,6 +36,10 @@ def main() -> None:
         llm.reset_prefix_cache()
         return str(llm.get_weight_version())
 
+    def reload(folder: str) -> str:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        return str(llm.get_weight_version())
+
     def complete(prompt: list[int], max_tokens: int) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=1, ignore_eos=True)
         output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0]
@@ -39,7 +49,7 @@ def main() -> None:
         return list(llm.collective_rpc("dump_tensors", args=(folder,)))
 
     stream.write('{"ok": "up"}\n')
-    serve_commands(stream, {"init": init, "update": update, "complete": complete, "dump": dump})
+    serve_commands(stream, {"init": init, "update": update, "reload": reload, "complete": complete, "dump": dump})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,17 @@ def main() -> None:
     def wait_for_version(timeout_s: float) -> str:
         return sglang_awex.wait_for_version(engine, timeout_s=timeout_s)
 
+    def label() -> str:
+        return str(engine.get_model_info()["weight_version"])
+
+    def reload(folder: str) -> str:
+        engine.update_weights_from_disk(folder)
+        return label()
+
+    def call(method: str) -> str:
+        engine.collective_rpc(method)
+        return label()
+
     def complete(prompt: list[int], max_tokens: int) -> dict[str, Any]:
         return read_generation(engine.generate(**generate_body(prompt, max_tokens)))
 
@@ -39,7 +50,8 @@ def main() -> None:
         return take_dump(Path(folder), 1, ask)
 
     stream.write('{"ok": "up"}\n')
-    serve_commands(stream, {"wait_for_version": wait_for_version, "complete": complete, "dump": dump})
+    calls = {"wait_for_version": wait_for_version, "complete": complete, "reload": reload, "call": call, "dump": dump}
+    serve_commands(stream, calls)
     engine.shutdown()
 
 
