@@ -15,6 +15,8 @@
 SHELL := bash
 PY := .venv/bin/python
 MAKEFLAGS += --no-print-directory
+# Where it is set, each of hundreds of processes would compile our modules for itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 ENGINE ?= vllm
 TRAINER ?= tp=2
@@ -46,7 +48,7 @@ check: setup-vllm
 
 # The tests of a file share processes, so a worker runs whole files; what takes long goes first (tests/conftest.py).
 test: setup
-	$(PY) -m tests.ready
+	$(PY) -m tests.ready '$(WORKERS)'
 	$(PY) -m pytest tests --numprocesses '$(WORKERS)' --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all: export AWEX_ALL_CELLS = 1

@@ -1,6 +1,6 @@
 """Says at once whether this machine has what the tests need; ``make test`` asks before it begins.
 
-python -m tests.ready
+python -m tests.ready [WORKERS]
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import psutil
 from tests.support.redis import redis_server
 
 OLDEST_REDIS = (6, 2)
-MEMORY_NBYTES, SHARED_NBYTES = 8 << 30, 512 << 20
-"""What two workers, each with its engines and trainers, take at most, in memory and of that in ``/dev/shm``."""
+MEMORY_NBYTES, SHARED_NBYTES = 5 << 30, 512 << 20
+"""What a worker with its engines and trainers takes at most, in memory and of that in ``/dev/shm``."""
 
 
 def redis() -> str:
@@ -32,25 +32,29 @@ def redis() -> str:
     return ""
 
 
-def memory() -> str:
+def memory(workers: int) -> str:
     """Whether there is too little of it."""
-    available = psutil.virtual_memory().available
-    if available >= MEMORY_NBYTES:
+    available, needed = psutil.virtual_memory().available, workers * MEMORY_NBYTES
+    if available >= needed:
         return ""
-    return f"{available / 2**30:.1f} GiB of memory are available, and tests take up to {MEMORY_NBYTES >> 30}"
+    said = f"{available / 2**30:.1f} GiB of memory are available, and {workers} workers take up to {needed >> 30}"
+    return f"{said}; make test WORKERS=1 takes the least"
 
 
-def shared_memory() -> str:
+def shared_memory(workers: int) -> str:
     """Whether there is too little of it; containers are given 64 MiB unless asked otherwise."""
-    free = shutil.disk_usage("/dev/shm").free
-    if free >= SHARED_NBYTES:
+    free, needed = shutil.disk_usage("/dev/shm").free, workers * SHARED_NBYTES
+    if free >= needed:
         return ""
-    return f"/dev/shm has {free >> 20} MiB free, and tests take up to {SHARED_NBYTES >> 20} (docker run --shm-size=1g)"
+    return (
+        f"/dev/shm has {free >> 20} MiB free, and {workers} workers take up to {needed >> 20} (docker: --shm-size=2g)"
+    )
 
 
 def main() -> None:
     """Exits with 1 and all that is missing, or quietly."""
-    faults = [fault for fault in (redis(), memory(), shared_memory()) if fault]
+    workers = max([1, *map(int, sys.argv[1:])])
+    faults = [fault for fault in (redis(), memory(workers), shared_memory(workers)) if fault]
     for fault in faults:
         print(f"tests cannot run here: {fault}", file=sys.stderr)
     sys.exit(bool(faults))

@@ -69,11 +69,6 @@ pip() {
     "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"
 }
 
-# Most modules are never imported; compiling them all takes as long as everything else.
-install() {
-    pip install --no-compile "$@"
-}
-
 has() {
     "$venv/bin/python" -c 'import importlib.metadata as m, sys; m.version(sys.argv[1])' "$1" 2>/dev/null
 }
@@ -96,21 +91,21 @@ install_torch() {
     local version
     version=$(sed -n 's/^torch==//p' "$pins")
     if [[ $(uname -s) == Darwin ]]; then
-        install "torch==$version"
+        pip install "torch==$version"
         return
     fi
     say "torch $version, CPU build"
-    if ! install --no-deps "torch==$version+cpu" 2>/dev/null; then
+    if ! pip install --no-deps "torch==$version+cpu" 2>/dev/null; then
         say "pip does not find it by itself; asking $torch_index"
-        install --no-deps --index-url "$torch_index" "torch==$version+cpu" ||
+        pip install --no-deps --index-url "$torch_index" "torch==$version+cpu" ||
             die "no torch $version+cpu at $torch_index; set AWEX_TORCH_INDEX to an index that has it"
     fi
 }
 
 # A line of the pins that says "# --no-deps" is installed without what it asks for.
 install_pins() {
-    install --no-warn-conflicts --requirement <(grep --invert-match '# --no-deps$' "$pins")
-    install --no-deps --requirement <(grep '# --no-deps$' "$pins")
+    pip install --no-warn-conflicts --requirement <(grep --invert-match '# --no-deps$' "$pins")
+    pip install --no-deps --requirement <(grep '# --no-deps$' "$pins")
 }
 
 complete_vllm() {
@@ -118,7 +113,7 @@ complete_vllm() {
     pip uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
 
     if ! has vllm; then
-        install --no-deps --no-build-isolation ./tests/vllm_metadata
+        pip install --no-deps --no-build-isolation ./tests/vllm_metadata
     fi
 
     # vLLM 0.32 uses AMX where a CPU has it without asking the kernel for leave, and ends with SIGILL unless some
@@ -174,7 +169,7 @@ make_environment() {
     fi
 
     say "awex-plugins, editable"
-    install --no-deps --no-build-isolation --editable .
+    pip install --no-deps --no-build-isolation --editable .
 
     echo "$want" >"$stamp"
     say "$venv is ready"

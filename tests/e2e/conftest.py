@@ -186,3 +186,9 @@ def ask_all_replicas(complete: Callable[[list[int]], dict[str, Any]], prompt: li
     """Log probabilities of many short requests at once, so that each replica answers some."""
     with ThreadPoolExecutor(8) as pool:
         return [answer["logprobs"] for answer in pool.map(complete, [prompt] * 16)]
+
+
+def check_all_new(after: list[list[float]], before: list[float]) -> None:
+    """Every replica answers by the same new weights; how requests are batched moves only the last digits."""
+    for logprobs in after:
+        assert logprobs == pytest.approx(after[0], abs=1e-2) and logprobs != pytest.approx(before, abs=1e-1)

@@ -282,6 +282,8 @@ def _become(args: list[str], env: dict[str, str]) -> int:
         _run_program(args)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         status = 1
