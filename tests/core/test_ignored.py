@@ -1,4 +1,4 @@
-"""What an engine may have no place for: known kinds, by name and by the engine's own configuration, and nothing else."""
+"""What an engine may have no place for: known kinds, by name and by the engine's own configuration, nothing else."""
 
 from __future__ import annotations
 
