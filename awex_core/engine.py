@@ -15,12 +15,13 @@ workers, resuming. Its methods are called by ``EngineController``; see there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from awex_core.layout.computed import Computed
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
 from awex_core.meta.messages import WeightsState
@@ -34,6 +35,13 @@ class LoaderPathModule:
     name: str
     reason: str
     nbytes: int
+
+
+def describe_computed(computed: Computed) -> Iterator[LoaderPathModule]:
+    """Tensors that are given whole to the engine's own loader, which computes with them: each takes its bytes aside."""
+    reason = next((f"{name}: {reason}" for name, reason in computed.parameters.items()), "")
+    for tensor in computed.tensors:
+        yield LoaderPathModule(tensor.name, f"given whole to the engine's own loader ({reason})", tensor.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,8 @@ class TracedModel:
     modules included (in memory that exists only during a sync: the buffers
     ``staged``). ``refreshed`` names modules that compute from a copy of their
     weights and make it anew. ``kept`` are parameters and persistent buffers of
-    the model that no version changes.
+    the model that no version changes; ``ignored`` are tensors of the trainer that
+    this engine may have no place for, and has none for here.
     """
 
     layout: Layout
@@ -70,6 +79,7 @@ class TracedModel:
     refreshed: tuple[str, ...] = ()
     staged: frozenset[int] = frozenset()
     kept: tuple[LeftOut, ...] = ()
+    ignored: tuple[LeftOut, ...] = ()
 
     @property
     def loader_path_nbytes(self) -> int:

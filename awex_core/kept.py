@@ -21,27 +21,31 @@ NOISE = (
 
 @dataclass(frozen=True)
 class Kept:
-    """Tensors of these names in modules of these kinds. On dummy weights they hold noise, unless ``set_again``."""
+    """Tensors of these names, seen from modules of these kinds. ``noise``: what they hold on dummy weights is that."""
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
     rule: str
-    set_again: bool
+    noise: bool
 
 
-def why_kept(table: Sequence[Kept], module: torch.nn.Module, name: str, *, dummy: bool) -> tuple[str, str]:
-    """The rule by which a module keeps a tensor that no version has, and what is wrong about that; empty for none.
+def why_kept(table: Sequence[Kept], model: torch.nn.Module, name: str, *, dummy: bool) -> tuple[str, str]:
+    """The rule by which a model keeps a tensor that no version has, and what is wrong about that; empty for none.
 
     Args:
         table: the rules.
-        module: whose tensor it is; a kind is the name of its class or of one that it inherits from.
-        name: the tensor's own.
+        model: whose tensor it is. A module's kind is the name of its class or of one that it inherits from.
+        name: the tensor's, from the model on.
         dummy: whether the engine was started on dummy weights.
     """
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    for kept in table:
-        if name in kept.names and kinds & {*kept.modules}:
-            return kept.rule, NOISE if dummy and not kept.set_again else ""
+    module, parts = model, name.split(".")
+    for depth in range(len(parts)):
+        kinds, rest = {kind.__name__ for kind in type(module).__mro__}, ".".join(parts[depth:])
+        for kept in table:
+            if rest in kept.names and kinds & {*kept.modules}:
+                return kept.rule, NOISE if dummy and kept.noise else ""
+        if depth < len(parts) - 1:
+            module = module.get_submodule(parts[depth])
     return "", ""
 
 

@@ -370,8 +370,10 @@ class WeightReader:
 
     def _check_complete(self, sources: SourceIndex, engine: EngineView) -> None:
         # One worker looks at all: what one has no place for, another may have.
-        if self._info.rank == 0:
-            check_complete(sources, [self._layouts.get(worker.layout) for worker in engine.workers], self.engine)
+        traced = self.traced
+        if self._info.rank == 0 and traced is not None:
+            layouts = [self._layouts.get(worker.layout) for worker in engine.workers]
+            check_complete(sources, layouts, self.engine, [name for each in traced.ignored for name in each.names])
 
     def _wait_for_siblings(self, manifest: str, limit_s: float) -> EngineView:
         def traced(view: JobView) -> EngineView | None:

@@ -170,17 +170,18 @@ def plan_for_worker(
     return plan_copies(sources, layout, rank=worker.rank, distance=reach)
 
 
-def check_complete(sources: SourceIndex, layouts: Sequence[Layout], engine: str) -> None:
+def check_complete(sources: SourceIndex, layouts: Sequence[Layout], engine: str, ignored: Collection[str] = ()) -> None:
     """Raise ``PlanError`` when an engine cannot hold the trainer's model.
 
-    Its workers together have no place for some of the elements, or one place for two of them.
+    Its workers together have no place for some of the elements, or one place for two of them. Tensors that are
+    ``ignored`` need none.
     """
     shared = [*sources.faults]
     for rank, layout in enumerate(layouts):
         shared += destination_faults(sources.layouts, layout, rank)
     if shared:
         raise PlanError(f"engine {engine} cannot hold the trainer's model: memory is shared", shared)
-    unused = unused_tensors(sources, layouts)
+    unused = unused_tensors(sources, layouts, ignored)
     if unused:
         raise PlanError(
             f"engine {engine} has no place for all of {len(unused)} tensor(s) of the trainer; are the two one model, "

@@ -106,7 +106,7 @@ def trace_model(
 
 def _code(model: torch.nn.Module, load_weights: Loader) -> list[str]:
     """Digests of the sources that a trace depends on, beside the engine's version: ours, and the loader's own."""
-    names = {f"awex_core.layout.{name}" for name in ("trace", "traced_tensor", "paint", "strided", "layout")}
+    names = {f"awex_core.layout.{name}" for name in ("trace", "traced_tensor", "reshape", "paint", "strided", "layout")}
     names |= {type(model).__module__, getattr(load_weights, "__module__", "")}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(names)}
     return [f"{name} {hashlib.sha256(Path(path).read_bytes()).hexdigest()}" for name, path in files.items() if path]

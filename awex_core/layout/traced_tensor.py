@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from awex_core.errors import TraceError
+from awex_core.errors import LayoutError, TraceError
 from awex_core.layout.layout import CanonicalTensor
+from awex_core.layout.reshape import reshape_strided
 
 aten = torch.ops.aten
 
@@ -102,21 +103,23 @@ _SAME_VALUES = frozenset(
 _SLICES = frozenset(
     {aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 )
-_VIEWS = _SLICES | {
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.expand.default,
-    aten.unfold.default,
-    aten.diagonal.default,
-}
+_RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+_VIEWS = (
+    _SLICES
+    | _RESHAPES
+    | {
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.expand.default,
+        aten.unfold.default,
+        aten.diagonal.default,
+    }
+)
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -203,19 +206,9 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Trac
     try:
         result = _call_on_meta(func, args, kwargs)
     except RuntimeError as error:  # a reshape that needs a copy: the elements cannot be shown as one view
-        if func not in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+        if func not in _RESHAPES:
             raise
-        return TracedTensor(
-            torch.empty(
-                args[1] if -1 not in args[1] else tensor.meta.contiguous().view(args[1]).shape,
-                dtype=tensor.dtype,
-                device="meta",
-            ),
-            (),
-            tensor.device,
-            opaque=f"reshaped in a way that reorders elements ({error})",
-            sources=tensor.sources,
-        )
+        return _reshape(tensor, args[1], str(error))
 
     def wrap(meta: Any) -> Any:
         if not isinstance(meta, torch.Tensor):
@@ -231,6 +224,22 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Trac
     return _map_tensors(wrap, result)
 
 
+def _reshape(tensor: TracedTensor, sizes: Sequence[int], why: str) -> TracedTensor:
+    """A reshape that a view cannot show: as many pieces as it takes, or opaque."""
+    (piece,), meta = tensor.pieces, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").reshape(sizes)
+    try:
+        parts = reshape_strided(tensor.shape, piece.meta.stride(), meta.shape)
+    except LayoutError as error:
+        reason = f"reshaped in a way that reorders elements ({why}; {error})"
+        return TracedTensor(meta, (), tensor.device, opaque=reason, sources=tensor.sources)
+    begin = int(piece.meta.storage_offset())
+    pieces = tuple(
+        Piece(piece.tensor, piece.meta.as_strided(part.shape, part.stride, begin + part.offset), part.at)
+        for part in parts
+    )
+    return TracedTensor(meta, pieces, tensor.device, sources=tensor.sources, casts=tensor.casts)
+
+
 def _constant(tensor: TracedTensor, meta: Any) -> Any:
     if not isinstance(meta, torch.Tensor):
         return meta
@@ -238,7 +247,7 @@ def _constant(tensor: TracedTensor, meta: Any) -> Any:
 
 
 def _view_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: TracedTensor) -> Any:
-    """Views of a ``cat`` or ``stack``: slices and permutations are followed, reshapes are not."""
+    """Views of a tensor of several pieces: slices and permutations are followed, reshapes are not."""
     result = _call_on_meta(func, args, kwargs)
     if tensor.opaque:
         return _map_tensors(lambda meta: _relabel(tensor, meta, tensor.opaque), result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -220,10 +220,11 @@ def _dtype_faults(sources: SourceIndex, table: CopyTable, rank: int) -> Iterable
             )
 
 
-def unused_tensors(sources: SourceIndex, destinations: Sequence[Layout]) -> list[str]:
+def unused_tensors(sources: SourceIndex, destinations: Sequence[Layout], ignored: Collection[str] = ()) -> list[str]:
     """Source tensors that the destination ranks together do not take completely: name, and how much they take.
 
-    One that every source rank holds as one with another (a tied head) is taken with that one.
+    One that every source rank holds as one with another (a tied head) is taken with that one. Those ``ignored``
+    may be taken whole or not at all.
     """
     taken = index_sources(destinations)
     volume = np.zeros(len(taken.tensors), dtype=np.int64)
@@ -234,7 +235,8 @@ def unused_tensors(sources: SourceIndex, destinations: Sequence[Layout]) -> list
     return [
         f"{spec.name}: it takes {elements.get(spec.name, 0)} of {spec.numel} elements"
         for spec in missing
-        if whole.isdisjoint(twins(sources.layouts, spec.name))
+        if not (spec.name in ignored and spec.name not in elements)
+        and whole.isdisjoint(twins(sources.layouts, spec.name))
     ]
 
 

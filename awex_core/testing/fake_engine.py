@@ -15,8 +15,9 @@ import torch
 
 from awex_core.config import SyncConfig
 from awex_core.controller import EngineController
-from awex_core.engine import TracedModel
+from awex_core.engine import TracedModel, describe_computed
 from awex_core.errors import Interrupted, PlanError
+from awex_core.layout.computed import find_computed, with_tensors
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory, flat_bytes
 from awex_core.layout.trace import trace_loader
@@ -94,19 +95,25 @@ class FakeWorkerModel:
     def __init__(self, model: FakeModel) -> None:
         self.model = model
         self.on_finish: Callable[[], None] | None = None
+        self._offered: dict[CanonicalTensor, torch.Tensor] = {}
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
         trace = trace_loader(self.model.load_weights, manifest, self.model.tensors)
-        faults = [str(fault) for fault in trace.untraced]
-        faults += [f"{trace.layout.buffers[gap.buffer].name}: bytes {gap.start} to {gap.end}" for gap in trace.gaps]
+        computed = find_computed(trace, self.model.load_weights, manifest, self.model.tensors)
+        faults = [f"{trace.layout.buffers[gap.buffer].name}: bytes {gap.start} to {gap.end}" for gap in trace.gaps]
         if faults:
             raise PlanError("the fake engine cannot receive the trainer's model", faults)
-        return TracedModel(trace.layout)
+        self._offered = {tensor: torch.empty(0) for tensor in computed.tensors}
+        layout = with_tensors(trace.layout, computed.tensors)
+        aside = range(len(trace.layout.buffers), len(layout.buffers))
+        return TracedModel(layout, tuple(describe_computed(computed)), staged=frozenset(aside))
 
     def begin(self) -> Memory:
-        """See ``WorkerModel.begin``."""
-        return Memory(tuple(flat_bytes(tensor) for tensor in self.model.tensors.values()))
+        """See ``WorkerModel.begin``; what the loader is to compute from is received aside."""
+        for tensor in self._offered:
+            self._offered[tensor] = torch.full(tensor.shape, torch.nan, dtype=getattr(torch, tensor.dtype))
+        return Memory(tuple(map(flat_bytes, [*self.model.tensors.values(), *self._offered.values()])))
 
     def lend(self) -> Memory:
         """See ``WorkerModel.lend``."""
@@ -120,9 +127,13 @@ class FakeWorkerModel:
         """See ``WorkerModel.finish``."""
         if self.on_finish is not None:
             self.on_finish()
+        if self._offered:
+            self.model.load_weights((tensor.name, memory) for tensor, memory in self._offered.items())
+        self.abort()
 
     def abort(self) -> None:
-        """See ``WorkerModel.abort``; nothing was allocated."""
+        """See ``WorkerModel.abort``."""
+        self._offered = {tensor: torch.empty(0) for tensor in self._offered}
 
 
 class FakeEngine:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import importlib
 import multiprocessing
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from awex_core import options as core_options
 from awex_core.errors import AwexError, ConfigError, PlanError
+from awex_core.ignored import EngineConfig, vision_layers
 from awex_core.layout.live import own_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -316,8 +318,10 @@ def _rearranges_experts(method: Any) -> bool:
 _HARMLESS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "Fp8KVCacheMethod")
 
 
-def why_default_scale(module: torch.nn.Module, name: str) -> str:
+def why_default_scale(model: torch.nn.Module, full_name: str) -> str:
     """The rule by which a scale of the KV cache stays what it is: no checkpoint gave it, so that it is 1."""
+    path, _, name = full_name.rpartition(".")
+    module = model.get_submodule(path)
     quantised = type(getattr(module, "quant_method", None)).__name__ == "Fp8KVCacheMethod"
     if quantised and name in ("k_scale", "v_scale") and float(getattr(module, name)) == 1.0:
         return "a scale of the KV cache that no checkpoint gave; it is 1"
@@ -327,6 +331,26 @@ def why_default_scale(module: torch.nn.Module, name: str) -> str:
 def is_dummy(runner: Any) -> bool:
     """Whether the engine was started on random weights."""
     return bool(runner.load_config.load_format == "dummy")
+
+
+def engine_config(runner: Any) -> EngineConfig:
+    """What the engine's configuration says of layers."""
+    whole, text = runner.model_config.hf_config, runner.model_config.hf_text_config
+    blocks = [getattr(text, name, None) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers")]
+    vision, built = getattr(whole, "vision_config", None), vision_layers(runner.model)
+    return EngineConfig(
+        layers=int(getattr(text, "num_hidden_layers", 0) or 0),
+        draft_blocks=max(int(count or 0) for count in blocks),
+        vision_layers=int(getattr(vision, "num_hidden_layers", 0) or 0) if built else 0,
+        vision_built=built,
+    )
+
+
+def why_dropped(model: torch.nn.Module, name: str) -> str:
+    """The rule by which SGLang does not build the part of a model that a tensor belongs to, if so."""
+    if getattr(model, "has_vision", True) is False and name.startswith(("vision_model.", "multi_modal_projector.")):
+        return f"SGLang builds no vision tower for {type(model).__name__} unless --enable-multimodal says so"
+    return ""
 
 
 # Modules that replace their weights after loading
@@ -381,18 +405,47 @@ def checkpoint_format(module: torch.nn.Module) -> dict[str, BeforeLoading] | Non
     return getattr(module, _BEFORE, None)
 
 
-def in_checkpoint_format(model: torch.nn.Module) -> torch.nn.Module:
+def in_checkpoint_format(model: torch.nn.Module, memory: Mapping[str, torch.Tensor] | None = None) -> torch.nn.Module:
     """The model as its loader expects it: a shell over the same memory, except where weights have been replaced.
 
     The model itself is not touched, because requests run meanwhile. In the
-    shell, what replaced weights is on the meta device, and nothing is derived.
+    shell, what replaced weights is on the meta device, unless there is ``memory``
+    for it by name, and nothing is derived.
     """
     if all(checkpoint_format(module) is None for module in model.modules()):
         return model
     shell = _shell(model, {})
     if hasattr(shell, "post_load_weights"):
         shell.__dict__["post_load_weights"] = lambda *_, **__: None
+    modules = dict(shell.named_modules())
+    for full_name, tensor in (memory or {}).items():
+        path, _, name = full_name.rpartition(".")
+        module = modules[path]
+        (module._parameters if name in module._parameters else module._buffers)[name] = tensor
     return shell
+
+
+@contextlib.contextmanager
+def keeping_tensors(model: torch.nn.Module) -> Iterator[None]:
+    """Within: a loader runs. Afterwards every module has the tensors it had.
+
+    Raises:
+        PlanError: the loader gave modules other tensors, which graphs and requests would not see; names them.
+    """
+    kept = [(path, m, dict(m._parameters), dict(m._buffers)) for path, m in model.named_modules()]
+    try:
+        yield
+    finally:
+        replaced = []
+        for path, module, parameters, buffers in kept:
+            for now, before in ((module._parameters, parameters), (module._buffers, buffers)):
+                changed = [name for name in now.keys() | before.keys() if now.get(name) is not before.get(name)]
+                replaced += [f"{path}.{name}" for name in changed]
+                if changed:
+                    now.clear()
+                    now.update(before)
+    if replaced:
+        raise PlanError("the engine's loader puts other tensors in the place of parameters", sorted(replaced))
 
 
 def _shell(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:

@@ -4,4 +4,11 @@ from __future__ import annotations
 
 from awex_core.kept import Kept
 
-TABLE: tuple[Kept, ...] = ()
+TABLE = (
+    Kept(
+        ("q_norm.weight", "k_norm.weight"),
+        ("FalconH1HybridAttentionDecoderLayer",),
+        "a norm that SGLang's Falcon-H1 makes and never uses",
+        noise=False,
+    ),
+)

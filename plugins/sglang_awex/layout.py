@@ -2,7 +2,9 @@
 
 SGLang keeps most weights as the checkpoint shapes them, and computes what it
 derives from them (``w_kc`` and ``w_vc`` of multi-head latent attention) anew at
-the end of a weight update. A module that replaces its weights after loading
+the end of a weight update. What the loader itself computes (Gemma's norms plus
+one) it computes again: its tensors are received aside, whole, and it is run on
+them. A module that replaces its weights after loading
 (quantises or transposes them) takes the *loader path*: they are received aside
 in checkpoint format, and the module's own method makes of them what it had,
 in the same memory. Whatever is neither is refused by name.
@@ -17,9 +19,11 @@ from typing import Any, cast
 import sglang
 import torch
 
-from awex_core.engine import LoaderPathModule, TracedModel, left_out
+from awex_core.engine import LoaderPathModule, TracedModel, describe_computed, left_out
 from awex_core.errors import PlanError
+from awex_core.ignored import why_ignored
 from awex_core.kept import is_demanded, why_kept
+from awex_core.layout.computed import Computed, find_computed, with_tensors
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, flat_bytes, own_tensors, place_of, unwritten
 from awex_core.layout.share import join_buffers
@@ -47,8 +51,8 @@ class _Staged:
 REFUSED = "this engine cannot receive the trainer's model"
 UNWRITTEN = "the trainer's tensors leave its bytes {} to {} unwritten"
 
-_Unwritten = tuple[str, torch.nn.Module, str, tuple[int, int]]
-"""Path, module, a tensor's name in it, and a range of its bytes that nothing writes."""
+_Unwritten = tuple[str, tuple[int, int]]
+"""A tensor's name, and a range of its bytes that nothing writes."""
 
 
 class SglangWorkerModel:
@@ -61,7 +65,11 @@ class SglangWorkerModel:
         self._model: torch.nn.Module = runner.model
         self._runner = runner
         self._staged: list[_Staged] = []
-        self._traced: list[str] = []
+        self._traced: list[str | CanonicalTensor] = []
+        """What is behind the layout's buffers: parameters by name, and canonical tensors that the loader is given."""
+        self._computed: list[str] = []
+        self._offered: dict[CanonicalTensor, torch.Tensor] = {}
+        """What the loader is given, with its memory during a sync."""
         self._storages: dict[str, torch.UntypedStorage] = {}
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
@@ -70,80 +78,110 @@ class SglangWorkerModel:
         if faults:
             raise PlanError("this engine cannot receive weights in place", faults)
         model = compat.in_checkpoint_format(self._model)
-        trace = trace_model(
-            self._model,
-            cast(Loader, model.load_weights),
-            manifest,
-            _tensors(model),
-            engine=f"sglang {sglang.__version__}",
-        )
-        staged = [
+        load, tracked = cast(Loader, model.load_weights), _tensors(model)
+        with compat.keeping_tensors(self._model):
+            trace = trace_model(self._model, load, manifest, tracked, engine=f"sglang {sglang.__version__}")
+            _check_followed(trace, model)
+            computed = find_computed(trace, load, manifest, tracked)
+        self._staged = [
             _Staged(path, module, before)
             for path, module in self._model.named_modules()
             if (before := compat.checkpoint_format(module)) is not None and not compat.keeps_checkpoint_format(module)
         ]
-        _check_followed(trace, model)
-        self._staged = staged
-        live, aside = _tensors(self._model), _staged_names(staged)
-        names = [buffer.name for buffer in trace.layout.buffers]
-        layout, left = join_buffers(trace.layout, [None if n in aside else place_of(live[n]) for n in names])
-        self._traced = [names[index] for index in left]
-        self._storages = {name: live[name].untyped_storage() for name in self._traced if name not in aside}
+        layout = self._assign(trace, computed)
+        rules = self._check_complete(trace, layout)
+        aside = _staged_names(self._staged)
         return TracedModel(
             layout,
-            tuple(owner.describe() for owner in staged),
+            (*(owner.describe() for owner in self._staged), *describe_computed(computed)),
             compat.derived_tensors(self._model),
-            frozenset(index for index, name in enumerate(self._traced) if name in aside),
-            left_out(self._check_complete(trace, layout, staged)),
+            frozenset(i for i, entry in enumerate(self._traced) if not isinstance(entry, str) or entry in aside),
+            left_out(rules),
+            left_out(self._ignored(trace, manifest)),
         )
 
-    def _check_complete(self, trace: Trace, layout: Layout, staged: Sequence[_Staged]) -> dict[str, str]:
+    def _ignored(self, trace: Trace, manifest: Sequence[CanonicalTensor]) -> dict[str, str]:
+        """Tensors that the loader drops and may drop, with the rule."""
+        names, config = {tensor.name: tensor for tensor in manifest}, compat.engine_config(self._runner)
+        found = {
+            name: why_ignored(names[name], names, config) or compat.why_dropped(self._model, name)
+            for name in trace.dropped
+        }
+        return {name: rule for name, rule in found.items() if rule}
+
+    def _assign(self, trace: Trace, computed: Computed) -> Layout:
+        """Note which memory is behind each buffer, by name; returns the layout over them."""
+        live, aside = _tensors(self._model), _staged_names(self._staged)
+        names = [buffer.name for buffer in trace.layout.buffers]
+        layout, left = join_buffers(trace.layout, [None if n in aside else place_of(live[n]) for n in names])
+        self._traced = [*(names[index] for index in left), *computed.tensors]
+        self._storages = {names[i]: live[names[i]].untyped_storage() for i in left if names[i] not in aside}
+        self._computed = list(computed.parameters)
+        self._offered = {tensor: torch.empty(0) for tensor in computed.tensors}
+        return with_tensors(layout, computed.tensors)
+
+    def _check_complete(self, trace: Trace, layout: Layout) -> dict[str, str]:
         """See that every parameter and persistent buffer gets its contents; returns those that may stay, and why.
 
         Raises:
             PlanError: some would keep what they hold now; names each, and the bytes.
         """
         dummy = compat.is_dummy(self._runner)
-        faults, rules = [], {}
-        for path, module, name, (begin, end) in [*self._unfilled(trace, staged), *self._unreceived(layout, staged)]:
-            rule, wrong = compat.why_default_scale(module, name), ""
+        faults, rules = self._received_and_computed(layout), {}
+        for name, (begin, end) in [*self._unfilled(trace), *self._unreceived(layout)]:
+            rule, wrong = compat.why_default_scale(self._model, name), ""
             if not rule:
-                rule, wrong = why_kept(kept.TABLE, module, name, dummy=dummy)
+                rule, wrong = why_kept(kept.TABLE, self._model, name, dummy=dummy)
             if not rule:
                 wrong = UNWRITTEN.format(begin, end)
             if wrong:
-                faults.append(f"{_join(path, name)}: {wrong}")
+                faults.append(f"{name}: {wrong}")
             else:
-                rules[_join(path, name)] = rule
+                rules[name] = rule
         if faults:
             raise PlanError(REFUSED, faults)
         return rules
 
-    def _unfilled(self, trace: Trace, staged: Sequence[_Staged]) -> Iterator[_Unwritten]:
-        """Tensors in checkpoint format that no piece fills, or not wholly, and that their module does not compute."""
-        gaps = {trace.layout.buffers[gap.buffer].name: (gap.start, gap.end) for gap in reversed(trace.gaps)}
-        for owner in staged:
-            for name in owner.before:
-                gap = gaps.get(_join(owner.path, name))
-                if gap and is_demanded(owner.module, name) and not compat.computes_itself(owner.module, name):
-                    yield owner.path, owner.module, name, gap
+    def _received_and_computed(self, layout: Layout) -> list[str]:
+        """Faults: live parameters that the loader computes, in memory that something else is received into."""
+        live, aside = _tensors(self._model), _staged_names(self._staged)
+        computed = {name: live[name] for name in self._computed if name not in aside}
+        untouched = unwritten(layout, self._live_buffers(), computed)
+        return [
+            f"{name}: the engine's loader computes it, and another tensor is received into its memory"
+            for name, tensor in computed.items()
+            if untouched.get(name) != (0, tensor.numel() * tensor.element_size())
+        ]
 
-    def _unreceived(self, layout: Layout, staged: Sequence[_Staged]) -> Iterator[_Unwritten]:
+    def _live_buffers(self) -> list[torch.Tensor | None]:
+        live = _tensors(self._model)
+        return [live[entry] if isinstance(entry, str) and entry in self._storages else None for entry in self._traced]
+
+    def _unfilled(self, trace: Trace) -> Iterator[_Unwritten]:
+        """Tensors in checkpoint format or computed by the loader that are not wholly filled, nor by their module."""
+        gaps = {trace.layout.buffers[gap.buffer].name: (gap.start, gap.end) for gap in reversed(trace.gaps)}
+        owners = {_join(owner.path, name): owner.module for owner in self._staged for name in owner.before}
+        for full_name in {*owners, *self._computed} & gaps.keys():
+            path, _, name = full_name.rpartition(".")
+            module = owners.get(full_name) or self._model.get_submodule(path)
+            if is_demanded(module, name) and not (full_name in owners and compat.computes_itself(module, name)):
+                yield full_name, gaps[full_name]
+
+    def _unreceived(self, layout: Layout) -> Iterator[_Unwritten]:
         """Live tensors that no piece fills, or not wholly, of modules that do not replace theirs."""
-        finished = {id(owner.module) for owner in staged}
+        finished = {id(owner.module) for owner in self._staged}
         live = {
-            _join(path, name): (path, module, name, tensor)
+            _join(path, name): (module, name, tensor)
             for path, module in self._model.named_modules()
             for name, tensor in own_tensors(module).items()
-            if id(module) not in finished
+            if id(module) not in finished and _join(path, name) not in self._computed
         }
-        by_name = _tensors(self._model)
-        memory = [by_name.get(name) if name in self._storages else None for name in self._traced]
-        for full_name, gap in unwritten(layout, memory, {key: entry[3] for key, entry in live.items()}).items():
-            path, module, name, tensor = live[full_name]
+        tensors = {full_name: tensor for full_name, (_, _, tensor) in live.items()}
+        for full_name, gap in unwritten(layout, self._live_buffers(), tensors).items():
+            module, name, tensor = live[full_name]
             # Of a buffer that is not persistent, nothing or all is filled.
             if is_demanded(module, name) or gap != (0, tensor.numel() * tensor.element_size()):
-                yield path, module, name, gap
+                yield full_name, gap
 
     def begin(self) -> Memory:
         """See ``WorkerModel.begin``; SGLang's own start of an update comes first."""
@@ -163,13 +201,17 @@ class SglangWorkerModel:
             raise PlanError("parameters have been replaced since they were traced; restart the engine", moved)
         for owner in self._staged:
             tensors |= {_join(owner.path, name): tensor for name, tensor in owner.tensors.items()}
-        return Memory(tuple(flat_bytes(tensors[name]) for name in self._traced))
+        for spec in self._offered:
+            self._offered[spec] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
+        memory = [tensors[entry] if isinstance(entry, str) else self._offered[entry] for entry in self._traced]
+        return Memory(tuple(map(flat_bytes, memory)))
 
     def lend(self) -> Memory:
         """See ``WorkerModel.lend``."""
-        tensors, aside = _tensors(self._model), set(_staged_names(self._staged))
+        tensors, aside = _tensors(self._model), _staged_names(self._staged)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return Memory(tuple(nothing if name in aside else flat_bytes(tensors[name]) for name in self._traced))
+        here = [entry if isinstance(entry, str) and entry not in aside else "" for entry in self._traced]
+        return Memory(tuple(flat_bytes(tensors[name]) if name else nothing for name in here))
 
     def live(self) -> Memory:
         """See ``WorkerModel.live``."""
@@ -179,18 +221,32 @@ class SglangWorkerModel:
     def finish(self) -> None:
         """See ``WorkerModel.finish``: what SGLang does after weights were written from outside."""
         with torch.no_grad():
+            if self._offered:
+                self._run_loader()
             compat.end_update(self._runner, [(owner.module, owner.tensors) for owner in self._staged])
         self.abort()
+
+    def _run_loader(self) -> None:
+        """Let the model's own loader compute from the tensors that were received for it, as from a checkpoint's files.
+
+        In a checkpoint they are in CPU memory, and another device would round otherwise.
+        """
+        aside = {_join(owner.path, name): tensor for owner in self._staged for name, tensor in owner.tensors.items()}
+        targets = {name: aside[name] for name in self._computed if name in aside}
+        model = compat.in_checkpoint_format(self._model, targets)
+        with compat.keeping_tensors(self._model):
+            model.load_weights((spec.name, tensor.cpu()) for spec, tensor in self._offered.items())  # type: ignore[operator]
 
     def abort(self) -> None:
         """See ``WorkerModel.abort``."""
         for owner in self._staged:
             owner.tensors = {}
+        self._offered = {tensor: torch.empty(0) for tensor in self._offered}
 
 
 def _check_followed(trace: Trace, model: torch.nn.Module) -> None:
     """Refuse, by name, what tracing could not follow; with what is then unwritten."""
-    faults = [str(untraced) for untraced in trace.untraced]
+    faults = [str(untraced) for untraced in trace.untraced if untraced.buffer is None]
     if faults:
         written, weights = {int(buffer) for buffer in trace.layout.buffer}, dict(model.named_parameters())
         for gap in trace.gaps:

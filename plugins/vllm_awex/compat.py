@@ -7,7 +7,7 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from awex_core.errors import PlanError
+from awex_core.ignored import EngineConfig, vision_layers
 from awex_core.layout.live import own_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -67,6 +68,43 @@ def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
         for registered, info in restored:
             _restore(registered)
             info.reset()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor of a module that a loader is to write to: ``memory`` is of the shape it has before loading."""
+
+    module: torch.nn.Module
+    name: str
+    memory: torch.Tensor
+
+
+@contextmanager
+def loading_into(model: torch.nn.Module, targets: Sequence[Target]) -> Iterator[None]:
+    """Within: the model as its loader expects it, with some tensors in their memory and all others without any.
+
+    What a loader gives a module instead of a target is copied there.
+    """
+    with checkpoint_format(model):
+        for target in targets:
+            _put(target.module, target.name, _dressed(target.memory, own_tensors(target.module)[target.name]))
+        yield
+        for target in targets:
+            found = own_tensors(target.module)[target.name]
+            if found.data_ptr() != target.memory.data_ptr():
+                _copy_onto({target.name: target.memory}, {target.name: found})
+
+
+def _dressed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same memory, with another's class and attributes, among them its loader."""
+    dressed = tensor.detach()
+    dressed.__class__ = like.__class__
+    dressed.__dict__ = like.__dict__.copy()
+    return dressed
+
+
+def _put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    (module._parameters if name in module._parameters else module._buffers)[name] = tensor  # type: ignore[assignment]
 
 
 def _reload_modules() -> tuple[Any, Any]:
@@ -139,15 +177,16 @@ def all_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 def may_transform(module: torch.nn.Module) -> bool:
     """Whether a module has a post-load step that may rearrange its weights; rehearse it to know.
 
-    A permuted weight can have the shape it had before. Only two steps are known to leave weights alone
-    (besides packing a copy, see ``hides_copy``) and need no rehearsal.
+    A permuted weight can have the shape it had before. Only two steps are known to leave matrices alone
+    (besides packing a copy, see ``hides_copy``) and need no rehearsal; a convolution's weight they may pack.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     method = getattr(module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase):
         return False
-    harmless = type(method).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+    matrix = all(tensor.dim() <= 2 for tensor in module._parameters.values() if tensor is not None)
+    harmless = matrix and type(method).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
     inherited = type(method).process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading
     return not (harmless or inherited)
 
@@ -443,6 +482,31 @@ def why_not_refreshable(module: torch.nn.Module, live_storages: set[int]) -> str
     if isinstance(sinks, torch.Tensor) and sinks.untyped_storage()._cdata not in live_storages:
         return f"{type(module.impl).__name__} keeps a converted copy of the attention sinks, which it makes only once"
     return ""
+
+
+def engine_config(model: torch.nn.Module, vllm_config: Any) -> EngineConfig:
+    """What the engine's configuration says of layers."""
+    whole, text = vllm_config.model_config.hf_config, vllm_config.model_config.hf_text_config
+    blocks = [getattr(text, name, None) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers")]
+    vision, built = getattr(whole, "vision_config", None), vision_layers(model)
+    return EngineConfig(
+        layers=int(getattr(text, "num_hidden_layers", 0) or 0),
+        draft_blocks=max(int(count or 0) for count in blocks),
+        vision_layers=int(getattr(vision, "num_hidden_layers", 0) or 0) if built else 0,
+        vision_built=built,
+    )
+
+
+def why_dropped(model: torch.nn.Module, name: str) -> str:
+    """The rule by which vLLM's own map of names for a model drops a tensor, if it does.
+
+    Not for the embedding and the head: a map drops the head where the engine ties it.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    map_name = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None)
+    if map_name is None or "lm_head" in name or "embed" in name or map_name(name) is not None:
+        return ""
+    return f"vLLM's own map of names for {type(model).__name__} drops it"
 
 
 # The engine's core

@@ -9,18 +9,18 @@ TABLE = (
         ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"),
         ("Attention", "MLAAttention"),
         "a scale of the KV cache, which vLLM sets after loading",
-        set_again=True,
+        noise=False,
     ),
     Kept(
         ("q_scale", "k_scale", "v_scale", "prob_scale"),
         ("Attention", "MLAAttention"),
         "a scale of the KV cache that the trainer does not have; it stays what the engine was started with",
-        set_again=False,
+        noise=True,
     ),
     Kept(
         ("q_zero_point", "k_zero_point", "v_zero_point"),
         ("Attention", "MLAAttention"),
         "a zero point of the KV cache, which vLLM drops after loading",
-        set_again=True,
+        noise=False,
     ),
 )

@@ -10,6 +10,8 @@ compares them with the live ones:
                 processed by the module's own method into the storage the engine reads
     derived     computed from weights (latent attention's W_UK and W_UV): computed anew by the
                 layer's own method once its weights are there, into the storage they had
+    computed    by the model's loader, from the tensors that it is given (Mamba's A): these are received
+                aside, whole, and the loader is run on them, into live parameters or loader-path ones
 
 What a post-load step does is not known from a list: one module of each kind rehearses it on random numbers
 when the model is traced, and is put back. Whatever fits none of these is refused by name, then.
@@ -25,9 +27,11 @@ from typing import Any, cast
 import torch
 import vllm
 
-from awex_core.engine import LoaderPathModule, TracedModel, left_out
+from awex_core.engine import LoaderPathModule, TracedModel, describe_computed, left_out
 from awex_core.errors import PlanError
+from awex_core.ignored import why_ignored
 from awex_core.kept import is_demanded, why_kept
+from awex_core.layout.computed import Computed, find_computed, with_tensors
 from awex_core.layout.dtypes import can_convert
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 from awex_core.layout.live import Memory, flat_bytes, own_tensors, place_of, unwritten
@@ -79,8 +83,11 @@ class _Staged:
 REFUSED = "this engine cannot receive the trainer's model"
 UNWRITTEN = "the trainer's tensors leave its bytes {} to {} unwritten"
 
-_Unwritten = tuple[str, torch.nn.Module, str, tuple[int, int]]
-"""Path, module, a tensor's name in it, and a range of its bytes that nothing writes."""
+_Entry = torch.Tensor | tuple[_Staged, str] | CanonicalTensor
+"""Memory behind a buffer: a live tensor, a loader-path module's, or what a canonical tensor is received into, whole."""
+
+_Unwritten = tuple[str, tuple[int, int]]
+"""A tensor's name, and a range of its bytes that nothing writes."""
 
 
 class VllmWorkerModel:
@@ -97,12 +104,15 @@ class VllmWorkerModel:
         self.device = device
         self._why_unsupported = why_unsupported
         self._model, self._vllm_config = model, vllm_config
-        self._buffers: list[torch.Tensor | tuple[_Staged, str]] = []
+        self._buffers: list[_Entry] = []
         self._homes: dict[str, tuple[torch.nn.Module, str, Place | None]] = {}
         """Where live tensors were when they were traced, by name: their module, their name there, and the place."""
         self._staged: list[_Staged] = []
         self._refreshed: list[torch.nn.Module] = []
         self._derived: list[torch.nn.Module] = []
+        self._computed: list[_Slot] = []
+        self._offered: dict[CanonicalTensor, torch.Tensor] = {}
+        """What the loader is given, with its memory during a sync."""
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
@@ -116,24 +126,30 @@ class VllmWorkerModel:
                 for path, module in self._model.named_modules()
                 for name, tensor in own_tensors(module).items()
             ]
-            tracked = {slot.full_name: slot.meta for slot in slots}
-            trace = trace_model(
-                self._model,
-                cast(Loader, self._model.load_weights),
-                manifest,
-                tracked,
-                engine=f"vllm {vllm.__version__}",
-            )
-        _check_followed(trace, slots)
-        by_name = {slot.full_name: slot for slot in slots}
-        traced = self._assign(trace, by_name)
-        return replace(traced, kept=left_out(self._check_complete(trace, traced.layout, slots)))
+            tracked, load = {slot.full_name: slot.meta for slot in slots}, cast(Loader, self._model.load_weights)
+            trace = trace_model(self._model, load, manifest, tracked, engine=f"vllm {vllm.__version__}")
+            _check_followed(trace, slots)
+            computed = find_computed(trace, load, manifest, tracked)
+        traced = self._assign(trace, {slot.full_name: slot for slot in slots}, computed)
+        rules = self._check_complete(trace, traced.layout, slots)
+        return replace(traced, kept=left_out(rules), ignored=left_out(self._ignored(trace, manifest)))
 
-    def _assign(self, trace: Trace, slots: dict[str, _Slot]) -> TracedModel:
+    def _ignored(self, trace: Trace, manifest: Sequence[CanonicalTensor]) -> dict[str, str]:
+        """Tensors that the loader drops and may drop, with the rule."""
+        names = {tensor.name: tensor for tensor in manifest}
+        config = compat.engine_config(self._model, self._vllm_config)
+        found = {
+            name: why_ignored(names[name], names, config) or compat.why_dropped(self._model, name)
+            for name in trace.dropped
+        }
+        return {name: rule for name, rule in found.items() if rule}
+
+    def _assign(self, trace: Trace, slots: dict[str, _Slot], computed: Computed) -> TracedModel:
         """Give every traced buffer its memory: the live tensor's, or a staged one."""
         used = {int(index) for index in trace.layout.buffer} | {c.buffer for c in trace.layout.constants}
         loaded = {index: slots[trace.layout.buffers[index].name] for index in sorted(used)}
-        staged = self._find_replaced(list(loaded.values()))
+        self._computed = [slots[name] for name in computed.parameters]
+        staged = self._find_replaced([*loaded.values(), *self._computed])
         self._derived = self._find_derived()
         self._buffers, self._homes = [], {}
         moves: dict[int, tuple[int, int]] = {}
@@ -158,10 +174,13 @@ class VllmWorkerModel:
         # Live tensors may share memory that checkpoint-format ones do not: a tied head is one with the embedding.
         places = [place_of(entry) if isinstance(entry, torch.Tensor) else None for entry in self._buffers]
         layout, left = join_buffers(_rebase(trace.layout, buffers, moves), places)
-        self._buffers = [self._buffers[index] for index in left]
+        layout = with_tensors(layout, computed.tensors)
+        self._offered = {tensor: torch.empty(0) for tensor in computed.tensors}
+        self._buffers = [*(self._buffers[index] for index in left), *computed.tensors]
         refreshed = tuple(paths[id(module)] for module in [*packing, *self._derived])
         aside = frozenset(i for i, entry in enumerate(self._buffers) if not isinstance(entry, torch.Tensor))
-        return TracedModel(layout, tuple(_describe(owner) for owner in self._staged), refreshed, aside)
+        loader_path = [*(_describe(owner) for owner in self._staged), *describe_computed(computed)]
+        return TracedModel(layout, tuple(loader_path), refreshed, aside)
 
     def _check_complete(self, trace: Trace, layout: Layout, slots: Sequence[_Slot]) -> dict[str, str]:
         """See that every parameter and persistent buffer gets its contents; returns those that may stay, and why.
@@ -170,44 +189,58 @@ class VllmWorkerModel:
             PlanError: some would keep what they hold now; names each, and the bytes.
         """
         dummy = self._vllm_config.load_config.load_format == "dummy"
-        faults, rules = [], {}
-        for path, module, name, (begin, end) in [*self._unfilled(trace, slots), *self._unreceived(layout)]:
-            full_name = f"{path}.{name}" if path else name
-            rule, wrong = why_kept(kept.TABLE, module, name, dummy=dummy)
+        faults, rules = self._received_and_computed(layout), {}
+        for name, (begin, end) in [*self._unfilled(trace, slots), *self._unreceived(layout)]:
+            rule, wrong = why_kept(kept.TABLE, self._model, name, dummy=dummy)
             if not rule:
                 wrong = UNWRITTEN.format(begin, end)
             if wrong:
-                faults.append(f"{full_name}: {wrong}")
+                faults.append(f"{name}: {wrong}")
             else:
-                rules[full_name] = rule
+                rules[name] = rule
         if faults:
             raise PlanError(REFUSED, faults)
         return rules
 
+    def _received_and_computed(self, layout: Layout) -> list[str]:
+        """Faults: live parameters that the loader computes, in memory that something else is received into."""
+        live = {slot.full_name: _live(slot) for slot in self._computed if slot.live is not None}
+        untouched = unwritten(layout, self._live_buffers(), live)
+        return [
+            f"{name}: the engine's loader computes it, and another tensor is received into its memory"
+            for name, tensor in live.items()
+            if untouched.get(name) != (0, tensor.numel() * tensor.element_size())
+        ]
+
+    def _live_buffers(self) -> list[torch.Tensor | None]:
+        return [entry if isinstance(entry, torch.Tensor) else None for entry in self._buffers]
+
     def _unfilled(self, trace: Trace, slots: Sequence[_Slot]) -> Iterator[_Unwritten]:
-        """Checkpoint-format tensors that are processed after loading, and that no piece fills, or not wholly."""
+        """Checkpoint-format tensors that are processed after loading or computed, and that are not wholly filled."""
         gaps = {trace.layout.buffers[gap.buffer].name: (gap.start, gap.end) for gap in reversed(trace.gaps)}
         aside = {id(owner.module) for owner in self._staged}
+        by_loader = {slot.full_name for slot in self._computed}
         for slot in slots:
-            processed = slot.live is None or id(slot.module) in aside
+            processed = slot.live is None or id(slot.module) in aside or slot.full_name in by_loader
             if processed and slot.full_name in gaps and is_demanded(slot.module, slot.name):
-                yield slot.path, slot.module, slot.name, gaps[slot.full_name]
+                yield slot.full_name, gaps[slot.full_name]
 
     def _unreceived(self, layout: Layout) -> Iterator[_Unwritten]:
         """Live tensors that no piece fills, or not wholly, and that no post-load step computes."""
         aside = {id(owner.module) for owner in self._staged}
+        by_loader = {(id(slot.module), slot.name) for slot in self._computed}
         live = {
-            f"{path} {name}": (path, module, name, tensor)
+            f"{path}.{name}" if path else name: (module, name, tensor)
             for path, module in self._model.named_modules()
             for name, tensor in own_tensors(module).items()
-            if id(module) not in aside and not self._computes(module, name)
+            if id(module) not in aside and not self._computes(module, name) and (id(module), name) not in by_loader
         }
-        memory = [entry if isinstance(entry, torch.Tensor) else None for entry in self._buffers]
-        for key, gap in unwritten(layout, memory, {key: entry[3] for key, entry in live.items()}).items():
-            path, module, name, tensor = live[key]
+        tensors = {full_name: tensor for full_name, (_, _, tensor) in live.items()}
+        for full_name, gap in unwritten(layout, self._live_buffers(), tensors).items():
+            module, name, tensor = live[full_name]
             # Of a buffer that is not persistent, nothing or all is filled.
             if is_demanded(module, name) or gap != (0, tensor.numel() * tensor.element_size()):
-                yield path, module, name, gap
+                yield full_name, gap
 
     def _computes(self, module: torch.nn.Module, name: str) -> bool:
         """Whether a tensor is computed anew by its layer's own method after every update."""
@@ -273,8 +306,14 @@ class VllmWorkerModel:
         moved = [name for name, (module, own, place) in self._homes.items() if _place_in(module, own) != place]
         if moved:
             raise PlanError("parameters have been replaced since they were traced; restart the engine", moved)
-        tensors = [entry if isinstance(entry, torch.Tensor) else entry[0].tensors[entry[1]] for entry in self._buffers]
-        return Memory(tuple(flat_bytes(tensor) for tensor in tensors))
+        for tensor in self._offered:
+            self._offered[tensor] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=self.device)
+        return Memory(tuple(flat_bytes(self._memory_of(entry)) for entry in self._buffers))
+
+    def _memory_of(self, entry: _Entry) -> torch.Tensor:
+        if isinstance(entry, torch.Tensor):
+            return entry
+        return self._offered[entry] if isinstance(entry, CanonicalTensor) else entry[0].tensors[entry[1]]
 
     def lend(self) -> Memory:
         """See ``WorkerModel.lend``."""
@@ -291,8 +330,10 @@ class VllmWorkerModel:
         return Memory(tuple({t.untyped_storage()._cdata: flat_bytes(t) for t in tensors if t.numel()}.values()))
 
     def finish(self) -> None:
-        """See ``WorkerModel.finish``: loader-path modules first, then what is computed from them."""
+        """See ``WorkerModel.finish``: the loader first, loader-path modules, then what is computed from them."""
         with self._engine_context():
+            if self._offered:
+                self._run_loader()
             for owner in self._staged:
                 owner.kept = compat.process_module(owner.module, owner.tensors)
                 owner.tensors = {}
@@ -300,11 +341,28 @@ class VllmWorkerModel:
                 compat.refresh_module(module)
             for module in self._derived:
                 compat.refresh_derived(module, self._vllm_config.model_config.dtype)
+        self.abort()
+
+    def _run_loader(self) -> None:
+        """Let the model's own loader compute from the tensors that were received for it, as from a checkpoint's files.
+
+        In a checkpoint they are in CPU memory, and another device would round otherwise.
+        """
+        staged = {id(owner.module): owner.tensors for owner in self._staged}
+        targets = [
+            compat.Target(slot.module, slot.name, staged[id(slot.module)][slot.name])
+            if id(slot.module) in staged
+            else compat.Target(slot.module, slot.name, _live(slot))
+            for slot in self._computed
+        ]
+        with compat.loading_into(self._model, targets):
+            self._model.load_weights((spec.name, tensor.cpu()) for spec, tensor in self._offered.items())  # type: ignore[operator]
 
     def abort(self) -> None:
         """See ``WorkerModel.abort``."""
         for owner in self._staged:
             owner.tensors = {}
+        self._offered = {tensor: torch.empty(0) for tensor in self._offered}
 
 
 def _place_in(module: torch.nn.Module, name: str) -> Place | None:
@@ -342,7 +400,7 @@ def _rebase(layout: Layout, buffers: list[Buffer], moves: dict[int, tuple[int, i
 
 def _check_followed(trace: Trace, slots: Sequence[_Slot]) -> None:
     """Refuse, by name, what tracing could not follow and types that no rule converts; with what is then unwritten."""
-    faults = [str(untraced) for untraced in trace.untraced]
+    faults = [str(untraced) for untraced in trace.untraced if untraced.buffer is None]
     faults += [
         f"{shard.tensor.name}: the trainer has {shard.tensor.dtype}, the engine {shard.dtype}, and no rule converts it"
         for shard in trace.layout.shards()

@@ -23,10 +23,11 @@ from awex_core.layout.live import Memory, ShardCollector, flat_bytes
 from awex_core.meta.server import MetaServer
 from awex_core.session import ReaderSession
 from awex_core.shadow import Shadow
-from awex_core.testing.fake_engine import FakeEngine, FakeWorkerModel, holds
+from awex_core.testing.fake_engine import FakeEngine, FakeModel, FakeWorkerModel, holds
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.version import Version
 from tests.core import test_sync
+from tests.core.test_computed import computing_the_norm
 from tests.core.test_sync import (
     LEASE_S,
     TOKEN,
@@ -69,12 +70,14 @@ class Packed(FakeWorkerModel):
         self.model.tensors["norm"].copy_(self.aside)
 
 
-@pytest.fixture(params=[False, True])
-def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether engines have such a module."""
-    if request.param:
+@pytest.fixture(params=["", "packed", "computed"])
+def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether engines have such a module, or one whose weights their loader computes."""
+    if request.param == "packed":
         monkeypatch.setattr("awex_core.testing.fake_engine.FakeWorkerModel", Packed)
-    return bool(request.param)
+    if request.param == "computed":
+        monkeypatch.setattr(FakeModel, "load_weights", computing_the_norm())
+    return str(request.param)
 
 
 class Held:
@@ -119,7 +122,7 @@ def test_versions_arrive_before_the_pause(
     loop: Loop,
     make_trainer: Callable[..., Trainer],
     transport: Any,
-    packed: bool,
+    packed: str,
 ) -> None:
     config = replace(config, transport=transport)
     engines = [loop.engine("three", 3, config), loop.engine("one", 1, config)]
@@ -132,7 +135,8 @@ def test_versions_arrive_before_the_pause(
             eventually(lambda engine=engine, number=number: serves(engine) == Version(1, number))
             figures = result.figures[engine.name]
             sizes = sum(t.numel() * t.element_size() for model in engine.models for t in model.model.tensors.values())
-            assert figures["shadow_nbytes"] == sizes
+            aside = 4 * trainer.weights["model.norm.weight"].numel() * engine.world if packed == "computed" else 0
+            assert figures["shadow_nbytes"] == sizes + aside
             assert figures["verified_nbytes"] == figures["moved_nbytes"] > 0
             assert figures["receive_s"] > 0 and figures["swap_s"] > 0
     eventually(lambda: engines[0].events[-2:] == ["show 1.2", "resume"])
@@ -168,7 +172,7 @@ def test_a_partial_update_completes_what_the_second_buffer_holds(
     loop: Loop,
     make_trainer: Callable[..., Trainer],
     transport: Any,
-    packed: bool,
+    packed: str,
 ) -> None:
     config = replace(config, transport=transport)
     engine = loop.engine("e", 2, config)

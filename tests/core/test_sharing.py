@@ -206,11 +206,18 @@ class Scaled(torch.nn.Module):
 
 
 def test_what_may_stay_as_it_is_goes_by_a_rule() -> None:
-    table = (Kept(("scale",), ("Scaled",), "set once", set_again=False), Kept(("bias",), ("Module",), "set", True))
-    module = type("Inherits", (Scaled,), {})()
-    assert why_kept(table, module, "scale", dummy=False) == ("set once", "")
-    rule, wrong = why_kept(table, module, "scale", dummy=True)
+    table = (
+        Kept(("scale",), ("Scaled",), "set once", noise=True),
+        Kept(("bias",), ("Module",), "set again", noise=False),
+        Kept(("inner.scale",), ("Outer",), "unused", noise=False),
+    )
+    model = torch.nn.Module()
+    model.scaled, model.outer = type("Inherits", (Scaled,), {})(), type("Outer", (torch.nn.Module,), {})()
+    model.outer.inner = torch.nn.Linear(1, 1)
+    assert why_kept(table, model, "scaled.scale", dummy=False) == ("set once", "")
+    rule, wrong = why_kept(table, model, "scaled.scale", dummy=True)
     assert rule and "started on dummy weights" in wrong
-    assert why_kept(table, module, "bias", dummy=True) == ("set", "")
-    assert why_kept(table, module, "other", dummy=False) == ("", "")
-    assert [name for name in ("scale", "table", "bias") if is_demanded(module, name)] == ["scale", "bias"]
+    assert why_kept(table, model, "scaled.bias", dummy=True) == ("set again", "")
+    assert why_kept(table, model, "outer.inner.scale", dummy=True) == ("unused", "")
+    assert why_kept(table, model, "outer.inner.weight", dummy=False) == ("", "")
+    assert [name for name in ("scale", "table", "bias") if is_demanded(model.scaled, name)] == ["scale", "bias"]

@@ -8,10 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from awex_core.engine import TracedModel
+from awex_core.errors import LayoutError
 from awex_core.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, flat_bytes
+from awex_core.layout.reshape import reshape_strided
 from awex_core.layout.trace import Trace, trace_loader
 from awex_core.reader import write_constants
 
@@ -103,6 +107,52 @@ def test_transposed_stacked_and_interleaved_views() -> None:
     }
     result = check_same_as_loading(model, load, weights)
     assert len(result.layout.constants) == 1
+
+
+def test_reshapes_of_transposes_land_as_several_copies() -> None:
+    """Bloom's and Falcon's fused heads, Llama 4's halves of a head, a gate that alternates with its up-projection."""
+    model = {
+        "qkv": torch.zeros(24, 5),
+        "bias": torch.zeros(24),
+        "rotary": torch.zeros(24, 5),
+        "pair": torch.zeros(2, 12, 5),
+    }
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given = dict(weights)
+        heads = given["qkv"].view(2, 3, 4, 5)
+        model["qkv"].copy_(heads.transpose(0, 1).reshape(24, 5))
+        model["bias"].copy_(given["bias"].view(2, 3, 4).transpose(0, 1).flatten())
+        model["rotary"][:12].copy_(given["qkv"].view(3, 4, 2, 5).transpose(1, 2).reshape(24, 5)[6:18])
+        model["rotary"][12:].copy_(heads.narrow(1, 0, 2).reshape(-1, 5)[:12])
+        model["pair"].copy_(given["qkv"].view(12, 2, 5).transpose(0, 1).contiguous().view(2, 12, 5))
+
+    check_same_as_loading(model, load, {"qkv": numbered(24, 5), "bias": numbered(24)})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_reshape_of_a_permuted_view_is_what_torch_makes_of_it_or_not_followed(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    order = data.draw(st.permutations(range(len(shape))))
+    full = numbered(*shape)
+    begin = data.draw(st.integers(0, shape[order[0]] - 1))
+    view = full.permute(order)[begin:]
+    left, new = view.numel(), []
+    while left > 1 and len(new) < 4:
+        new.append(data.draw(st.sampled_from([size for size in range(1, left + 1) if left % size == 0])))
+        left //= new[-1]
+    new.append(left)
+    expected, found = view.reshape(new), torch.full(new, -1.0)
+    try:
+        pieces = reshape_strided(view.shape, view.stride(), new)
+    except LayoutError:
+        return
+    for piece in pieces:
+        box = tuple(slice(at, at + size) for at, size in zip(piece.at, piece.shape, strict=True))
+        assert found[box].eq(-1).all(), "twice"
+        found[box] = full.as_strided(piece.shape, piece.stride, view.storage_offset() + piece.offset)
+    assert torch.equal(found, expected)
 
 
 def test_cat_and_stack_of_views_land_as_several_copies() -> None:

@@ -29,6 +29,7 @@ ARROWS = {
 STAGES = set(ARROWS)
 
 MAY_IMPORT_TORCH = {
+    "awex_core.layout.computed",
     "awex_core.layout.live",
     "awex_core.layout.trace",
     "awex_core.layout.trace_cache",

@@ -91,8 +91,9 @@ class TrainerRun:
     """A trainer whose weights are those of a checkpoint.
 
     ``layout`` is ``CHECKPOINT``, the same without the tensors whose names have
-    some text in them (``checkpoint without TEXT``), Megatron's degrees as
-    ``trainer.Parallel`` reads them, ``fsdp=2`` (FSDP2 on transformers' model), or ``fsdp=2,float32`` (the
+    some text in them (``checkpoint without TEXT``) or with more
+    (``checkpoint with THESE``, see ``dump_trainers.MORE``), Megatron's degrees
+    as ``trainer.Parallel`` reads them, ``fsdp=2`` (FSDP2 on transformers' model), or ``fsdp=2,float32`` (the
     same with its parameters in float32, published as the checkpoint has them).
     """
 
@@ -108,6 +109,11 @@ class TrainerRun:
     def lacks(self) -> str:
         """What is in the names of the tensors that it does not publish; empty if it publishes all."""
         return self.layout.partition(f"{CHECKPOINT} without ")[2]
+
+    @property
+    def adds(self) -> str:
+        """Which tensors it publishes that the checkpoint does not have; empty if none."""
+        return self.layout.partition(f"{CHECKPOINT} with ")[2]
 
     @property
     def held(self) -> Weights:

@@ -141,23 +141,21 @@ def part_of_fsdp(run: TrainerRun, folder: Path) -> Part:
 
 
 def whole(run: TrainerRun, folder: Path) -> Part:
-    """One rank that holds a checkpoint as it is, or lacks some of it."""
-    from awex_core.testing.checkpoint_trainer import CheckpointSlice
+    """One rank that holds a checkpoint as it is, lacks some of it, or has more."""
+    from awex_core.layout.layout import CanonicalTensor
+    from awex_core.layout.live import ShardCollector
     from awex_core.trainer import Description
 
-    held = CheckpointSlice(run.held.checkpoint(folder, SEEDS[0]), 0, 1)
-    manifest = [tensor for tensor in held.manifest if not run.lacks or run.lacks not in tensor.name]
-    layout, memory = held.describe(manifest)
-    views = {
-        shard.tensor.name: memory.view(
-            shard.buffer, shard.offset, shard.extent, shard.stride, getattr(torch, shard.dtype)
-        )
-        for shard in layout.shards()
-    }
+    views = published(run, load_file(run.held.checkpoint(folder, SEEDS[0]) / "model.safetensors"))
+    collector, manifest = ShardCollector(), []
+    for name, tensor in views.items():
+        collector.add(name, tensor.shape, [0] * tensor.dim(), tensor)
+        manifest.append(CanonicalTensor(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
+    layout, memory = collector.build()
 
     def hold(weights: Tensors) -> None:
-        for name, view in views.items():
-            view.copy_(weights[name])
+        for name, tensor in published(run, weights).items():
+            views[name].copy_(tensor)
 
     def save_raw(out: Path) -> None:
         out.mkdir()
@@ -165,6 +163,35 @@ def whole(run: TrainerRun, folder: Path) -> Part:
 
     return Part(Description(layout, memory, manifest, lambda: (layout, memory)), hold, save_raw)
 
+
+def published(run: TrainerRun, weights: Tensors) -> Tensors:
+    """What a trainer publishes of a checkpoint's tensors, with what it adds."""
+    kept = {name: tensor for name, tensor in weights.items() if not run.lacks or run.lacks not in name}
+    return kept | (MORE[run.adds](kept) if run.adds else {})
+
+
+def _a_layer(weights: Tensors) -> Tensors:
+    """One layer more than the engine has."""
+    last = max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers."))
+    old, new = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    return {name.replace(old, new): tensor + 1 for name, tensor in weights.items() if name.startswith(old)}
+
+
+def _a_draft_block(weights: Tensors) -> Tensors:
+    """What DeepSeek's and GLM's checkpoints have behind the last layer."""
+    layer, hidden = _a_layer(weights), weights["model.norm.weight"]
+    prefix = ".".join(next(iter(layer)).split(".")[:3])
+    parts = {"eh_proj": torch.cat([torch.diag(hidden)] * 2, 1), "enorm": hidden + 1, "hnorm": hidden + 2}
+    return layer | {f"{prefix}.{name}.weight": tensor for name, tensor in parts.items()}
+
+
+def _tables(weights: Tensors) -> Tensors:
+    """What old checkpoints have of rotary embeddings."""
+    first = weights["model.norm.weight"][0].float()
+    return {"model.layers.0.self_attn.rotary_emb.inv_freq": first + torch.arange(16.0)}
+
+
+MORE = {"a layer": _a_layer, "a draft block": _a_draft_block, "rotary tables": _tables}
 
 PART_OF = {"megatron": part_of_megatron, "fsdp": part_of_fsdp, CHECKPOINT: whole}
 
@@ -207,8 +234,7 @@ def check_raw(run: TrainerRun, folder: Path) -> None:
             found = assemble(ranks)
         else:
             found = load_file(raw / "whole.safetensors")
-        stored = load_file(checkpoint / "model.safetensors")
-        stored = {name: tensor for name, tensor in stored.items() if not run.lacks or run.lacks not in name}
+        stored = published(run, load_file(checkpoint / "model.safetensors"))
         wrong = sorted(name for name in stored if name not in found or not _same(found[name], stored[name]))
         wrong += sorted(found.keys() - stored.keys() - {"lm_head.weight"})
         if wrong:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from tests.support.cells import OTHER_RANK, SEEDS, Cell, Outcome
 from tests.support.compare import difference
 from tests.support.mutations import MUTATIONS, STALE_DERIVED
 
+T = TypeVar("T")
 Address = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
@@ -74,10 +75,11 @@ def follow(
         refused = str(error)
     seconds = {"trace": time.perf_counter() - begun}
     layouts = _share(encode_layout(traced.layout) if traced else b"")
+    ignored = _share([name for each in traced.ignored for name in each.names] if traced else [])[0]
     if traced is None or not all(layouts):
         return Outcome(cell, refused=refused or OTHER_RANK, seconds=seconds)
     try:
-        check_complete(sources, [decode_layout(blob) for blob in layouts], "of this cell")
+        check_complete(sources, [decode_layout(blob) for blob in layouts], "of this cell", ignored)
     except PlanError as error:
         return Outcome(cell, refused=str(error), seconds=seconds)
     traced = replace(traced, layout=decode_layout(layouts[rank]))
@@ -104,10 +106,10 @@ def follow(
     )
 
 
-def _share(layout: bytes) -> list[bytes]:
-    """Every rank's layout, as the meta server would have it."""
+def _share(mine: T) -> list[T]:
+    """What every rank says, as the meta server would have it."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, layout)
+    torch.distributed.all_gather_object(everyone, mine)
     return everyone
 
 

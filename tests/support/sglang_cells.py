@@ -41,7 +41,14 @@ OTHER_PRECISIONS = with_few(
         Cell("qwen3", quantised="tensor-fp8"),
     ]
 )
-TABLE = [*PLAIN, *OTHER_PRECISIONS]
+_DRAFT: Sizes = (("num_nextn_predict_layers", 1),)
+WITH_MORE = [
+    Cell("glm4.5-moe", trainer="checkpoint with a draft block", sizes=_DRAFT),
+    Cell("qwen3", trainer="checkpoint with rotary tables"),
+]
+"""Trainers with tensors for which an engine needs no place, by rule."""
+
+TABLE = [*PLAIN, *OTHER_PRECISIONS, *WITH_MORE]
 
 MUTATED = {
     Cell("deepseek", mutation="stale-derived"): {
@@ -58,6 +65,7 @@ MUTATED = {
 """What is done wrong on purpose, and the tensors that must be found to differ: these and no other."""
 
 MISMATCHED = {
+    Cell("glm4.5-moe", trainer="checkpoint with a layer", sizes=_DRAFT): "model.layers.3.",
     Cell("glm4.5-moe", trainer="checkpoint without e_score_correction_bias"): "e_score_correction_bias",
     Cell("qwen2", trainer="checkpoint without k_proj.bias"): "qkv_proj.bias",
     Cell("llama-tied", other=(("tie_word_embeddings", False),)): "lm_head.weight: it takes 0 of",
@@ -73,5 +81,6 @@ SHORT = [
     *(Cell("gpt-oss", TP2, trainer) for trainer in ("checkpoint", "fsdp=2")),
     *(cell for cell in OTHER_PRECISIONS if (cell.kind, cell.quantised) in {("deepseek", ""), ("qwen3", "int8")}),
     *(cell for cell in OTHER_PRECISIONS if (cell.kind, cell.quantised) == ("deepseek", "block-fp8")),
+    *WITH_MORE,
 ]
 """What one test run looks at; the rest with ``AWEX_ALL_CELLS=1``."""

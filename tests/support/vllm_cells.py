@@ -38,7 +38,14 @@ OTHER_PRECISIONS = with_few(
         Cell("deepseek-mla", online="fp8_per_tensor"),
     ]
 )
-TABLE = [*PLAIN, *OTHER_PRECISIONS]
+_DRAFT: Sizes = (("num_nextn_predict_layers", 1),)
+WITH_MORE = [
+    Cell("glm4.5-moe", PP2, "checkpoint with a draft block", sizes=_DRAFT),
+    Cell("qwen3", trainer="checkpoint with rotary tables"),
+]
+"""Trainers with tensors for which an engine needs no place, by rule."""
+
+TABLE = [*PLAIN, *OTHER_PRECISIONS, *WITH_MORE]
 
 MUTATED = [
     Cell("qwen3-moe", EP2, mutation="swap-experts"),
@@ -76,5 +83,6 @@ SHORT = [
     Cell("qwen3-moe", online="fp8_per_tensor"),
     Cell("qwen3", TP2, "tp=2,pp=2", quantised="block-fp8", sizes=_WIDE),
     *dict.fromkeys(replace(cell, mutation="") for cell in MUTATED),
+    *WITH_MORE,
 ]
 """What one test run looks at; the rest with ``AWEX_ALL_CELLS=1``."""
