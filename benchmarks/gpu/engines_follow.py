@@ -8,6 +8,7 @@ it. All cases run at the same time; each has its own job.
 Per case a trainer publishes two versions to a running server, and then every
 parameter, every derived tensor and greedy tokens must equal those of a server
 without awex that was started on the last checkpoint; no tensor may have moved.
+Some engines are put to sleep before the second version: it waits until they are awake.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from tests.support.sglang_reference import generate_body, read_generation
 from tests.support.tiny_models import make_model
 
 START_LIMIT_S = 330.0
+ASLEEP_S = 3.0
 REPEATS = 4
 ROUNDING = 2.0**-6
 """Two units in the last place of a bfloat16 logit between 1 and 2."""
@@ -70,6 +72,8 @@ class Case:
     kind: str
     sizes: dict[str, Any]
     flags: dict[str, Sequence[str]] = field(default_factory=dict)
+    sleep_level: int = 0
+    """vLLM's, of a server that sleeps when the second version is published: 1 keeps the weights aside, 2 drops them."""
 
 
 CASES = [
@@ -78,6 +82,9 @@ CASES = [
     Case("deepseek_mla", "deepseek", LATENT),
     Case("qwen3_fp8", "qwen3", WIDE, {"vllm": ["--quantization", "fp8"], "sglang": ["--quantization", "fp8"]}),
     Case("qwen3_moe_fp8", "qwen3-moe", MOE, {"vllm": ["--quantization", "fp8"], "sglang": ["--quantization", "fp8"]}),
+    Case("qwen3_asleep", "qwen3", WIDE, {"vllm": ["--enable-sleep-mode"]}, sleep_level=1),
+    Case("qwen3_moe_asleep", "qwen3-moe", MOE, {"vllm": ["--enable-sleep-mode"]}, sleep_level=1),
+    Case("qwen3_dropped", "qwen3", WIDE, {"vllm": ["--enable-sleep-mode"]}, sleep_level=2),
 ]
 
 
@@ -113,6 +120,14 @@ class VllmOnGpu(EngineServer):
         """The same, with nothing of an earlier request in the cache."""
         self._http.post("/reset_prefix_cache").raise_for_status()
         return self.complete()
+
+    def sleep(self, level: int) -> None:
+        """Put it to sleep."""
+        self._http.post("/sleep", params={"level": level}).raise_for_status()
+
+    def wake(self, *tags: str) -> None:
+        """Wake it up, or those parts of it."""
+        self._http.post("/wake_up", params={"tags": tags}).raise_for_status()
 
     def dump(self, folder: Path) -> None:
         """Have the worker write its tensors."""
@@ -224,6 +239,29 @@ def _distance(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
+def publish_over_sleep(trainer: CheckpointTrainer, server: VllmOnGpu, level: int) -> tuple[dict[str, Any], list[str]]:
+    """Publish version 2 while the engine sleeps, and wake it; returns the result, and what was not as it should be."""
+    faults = []
+
+    def see(state: str, number: int) -> None:
+        status = server.status()
+        found = status["state"], status["version"]["number"]
+        if found != (state, number):
+            faults.append(f"{found} in the place of {(state, number)}: {status['reason']}")
+
+    server.sleep(level)
+    see("asleep", 1)
+    trainer.send("write", version=2, options={})
+    time.sleep(ASLEEP_S)
+    see("asleep", 1)
+    server.wake(*(["weights"] if level == 2 else []))  # colocated training takes back the cache's memory last
+    result: dict[str, Any] = trainer.receive(START_LIMIT_S)[0]
+    see("ready", 2)
+    if level == 2:
+        server.wake("kv_cache")
+    return result, faults
+
+
 def run_case(engine: str, case: Case, models: list[Path], folder: Path, meta: dict[str, str]) -> Outcome:
     """One case from start to comparison. Every fault is kept, none is raised."""
     outcome = Outcome(case)
@@ -245,7 +283,11 @@ def run_case(engine: str, case: Case, models: list[Path], folder: Path, meta: di
             first = trainer.publish(1)
             middle = server.complete()
             trainer.load(models[2])
-            result = trainer.publish(2)
+            if isinstance(server, VllmOnGpu) and case.sleep_level:
+                result, faults = publish_over_sleep(trainer, server, case.sleep_level)
+                outcome.faults += faults
+            else:
+                result = trainer.publish(2)
             (outcome.figures,) = result["figures"].values()
             after = server.complete()
             if not before != middle != after != before:
@@ -272,7 +314,8 @@ def run_case(engine: str, case: Case, models: list[Path], folder: Path, meta: di
 def main() -> None:
     """Run the cases; exits non-zero when one is not bit-equal."""
     engine = sys.argv[1] if len(sys.argv) > 1 else "vllm"
-    chosen = [case for case in CASES if case.name in sys.argv[2:] or len(sys.argv) < 3]
+    able = [case for case in CASES if engine == "vllm" or not case.sleep_level]
+    chosen = [case for case in able if case.name in sys.argv[2:] or len(sys.argv) < 3]
     folder = Path(tempfile.mkdtemp(prefix="follow-"))
     begun = time.monotonic()
     token = os.urandom(16).hex()

@@ -228,6 +228,23 @@ def test_weights_that_were_dropped_are_not_served(
     assert not engine.controller.why_closed()
 
 
+def test_a_version_that_waits_is_taken_though_the_weights_are_gone_by_then(
+    received: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
+) -> None:
+    """Colocated training drops the weights that it is about to replace."""
+    engine = loop.engine("e", 1, received)
+    trainer = make_trainer(config=received)
+    trainer.write(1)
+    loop.run(engine.foreign("sleep", nothing, released=True))
+    trainer.train(2)
+    pending = trainer.start(2)
+    view = trainer.writers[0]._client.watch
+    eventually(lambda: (s := view().sync) is not None and s.state == "open" and s.version.number == 2)
+    loop.run(engine.foreign("wake_up", lambda: noise(engine), lost="sleep level 2 has dropped the weights"))
+    assert pending[0].result(60).committed == ("e",) and holds(engine, trainer.weights)
+    assert look(loop, engine)["state"] == "ready"
+
+
 def noise(engine: FakeEngine) -> None:
     for worker in engine.models:
         for tensor in worker.model.tensors.values():
