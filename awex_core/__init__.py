@@ -14,8 +14,10 @@ the trainer's shard into the engine's live parameter.
     writer      WeightWriter, one per trainer rank
     reader      WeightReader, one per engine worker
     shadow      its second buffer, in shadow mode
+    ownership   whether its memory still is what it committed: others may call the engine too
     lender      the same worker as the source of another engine's weights
     controller  EngineController, one per engine: READY -> UPDATING -> READY
+    calls       the kinds of an engine's own calls; gate refuses some of them, and requests of a closed engine
     engine      the protocols an engine plugin implements
     trainer     what trainer plugins share: ranks that attach together
     checkpoint  what a Hugging Face checkpoint says about itself
