@@ -32,7 +32,7 @@ def server(ours: Authority) -> Iterator[MetaServer]:
 @pytest.fixture
 def ask(server: MetaServer) -> Callable[[Tls | None], None]:
     def ask(tls: Tls | None) -> None:
-        with MetaClient(server.address, "job", TOKEN, timeout_s=2, tls=tls) as client:
+        with MetaClient(server.address, "job", TOKEN, timeout_s=20, tls=tls) as client:
             client.check()
 
     return ask
@@ -65,7 +65,7 @@ def test_a_client_of_another_authority_is_not_answered(
 def test_a_server_for_another_address_is_not_trusted(tmp_path: Path, ours: Authority) -> None:
     with (
         MetaServer(TOKEN, tls=ours.issue("server", "192.0.2.1")) as server,
-        MetaClient(server.address, "job", TOKEN, timeout_s=2, tls=ours.issue("client")) as client,
+        MetaClient(server.address, "job", TOKEN, timeout_s=20, tls=ours.issue("client")) as client,
         pytest.raises(Unreachable, match="IP address mismatch"),
     ):
         client.check()
@@ -74,7 +74,7 @@ def test_a_server_for_another_address_is_not_trusted(tmp_path: Path, ours: Autho
 def test_a_server_without_tls_is_not_asked_in_plain_text(ours: Authority) -> None:
     with (
         MetaServer(TOKEN) as server,
-        MetaClient(server.address, "job", TOKEN, timeout_s=2, tls=ours.issue("client")) as client,
+        MetaClient(server.address, "job", TOKEN, timeout_s=20, tls=ours.issue("client")) as client,
         pytest.raises(Unreachable, match="wrong version number"),
     ):
         client.check()
