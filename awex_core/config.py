@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from awex_core.commit.modes import ReceiveMode, ShadowFallback, SnapshotMode, StartMode, VerifyMode
+from awex_core.commit.modes import NonFiniteMode, ReceiveMode, ShadowFallback, SnapshotMode, StartMode, VerifyMode
 from awex_core.errors import ConfigError
 from awex_core.meta.addresses import split_addresses
 from awex_core.meta.tls import Tls
@@ -26,6 +26,7 @@ _NAMES = {
     "AWEX_BUCKET_BYTES": "bucket_nbytes",
     "AWEX_CATCH_UP": "catch_up",
     "AWEX_SNAPSHOT": "snapshot",
+    "AWEX_NONFINITE": "nonfinite",
     "AWEX_RECEIVE": "receive",
     "AWEX_SHADOW_FALLBACK": "shadow_fallback",
     "AWEX_REPAIR_CHECKPOINT": "repair_checkpoint",
@@ -69,6 +70,8 @@ class SyncConfig:
     """Whether an engine that is behind takes a newer version from another engine, between the trainer's."""
     snapshot: SnapshotMode = "wait"
     """What publishing without blocking does while engines need the last copy: ``wait``, or ``replace`` it if unread."""
+    nonfinite: NonFiniteMode = "warn"
+    """What a trainer does that publishes NaN or infinities: ``allow`` it, name the tensors once, or ``refuse``."""
     tls: Tls | None = None
     """Certificates for the meta server, if it speaks TLS."""
     receive: ReceiveMode = "in_place"
@@ -88,6 +91,7 @@ class SyncConfig:
         _check_choice("transport", self.transport, get_args(TransportName))
         _check_choice("verify", self.verify, get_args(VerifyMode))
         _check_choice("snapshot", self.snapshot, get_args(SnapshotMode))
+        _check_choice("nonfinite", self.nonfinite, get_args(NonFiniteMode))
         _check_choice("receive", self.receive, get_args(ReceiveMode))
         _check_choice("shadow_fallback", self.shadow_fallback, get_args(ShadowFallback))
         _check_choice("start", self.start, get_args(StartMode))

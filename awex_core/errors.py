@@ -4,6 +4,7 @@
     ├── ConfigError          a setting is missing or wrong
     ├── LayoutError          a layout is malformed, or does not fit its memory
     │   └── TraceError       a loader did something that cannot be traced
+    ├── NonFinite            a trainer that refuses NaN and infinities would publish some; names the tensors
     ├── PlanError            the two sides do not fit together; lists the pieces that do not
     ├── TransferError        bytes could not be moved; names the peer
     ├── Interrupted          a call of the engine's own came between; nothing of the version was received
@@ -41,6 +42,10 @@ class LayoutError(AwexError, ValueError):
 
 class TraceError(LayoutError):
     """A loader asked a traced tensor for something that needs its values."""
+
+
+class NonFinite(AwexError, ValueError):
+    """Weights hold NaN or infinities, and the trainer was told to refuse these."""
 
 
 class PlanError(AwexError, ValueError):

@@ -268,6 +268,8 @@ def local_box(live: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tor
         raise LayoutError(f"it is a {type(local).__name__}, whose memory does not hold its elements")
     if local.layout != torch.strided:
         raise LayoutError(f"it is stored as {local.layout}; only strided tensors can be published")
+    if local.is_neg():
+        raise LayoutError("its memory holds its elements with the other sign; use resolve_neg()")
     if local.numel() and not local.untyped_storage().nbytes():
         raise LayoutError(OFFLOADED)
     if not isinstance(live, DTensor):

@@ -31,6 +31,9 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """Largest finite value of ``float8_e4m3fn``."""
 
+_NAN_BITS = 0x7F
+"""Those of its NaN without a sign."""
+
 SCALE_SUFFIX = "_scale_inv"
 
 _NEVER = ("*embed_tokens", "*lm_head", "*.gate", "*.shared_expert_gate", "*router", "*norm", "*.eh_proj")
@@ -135,7 +138,8 @@ def quantize_blocks(weight: torch.Tensor, block: tuple[int, int] = (128, 128)) -
 
     Per block, in float32: ``scale = amax / 448``, ``q = float8_e4m3fn(clamp(w / scale, -448, 448))``, rounded to
     nearest even. A block that is all zero, or so small that ``scale`` underflows, gets scale 1 and therefore zeros, as
-    transformers' FP8 quantiser has it. (Others clamp amax to 1e-4, which changes blocks of small weights too.)
+    transformers' FP8 quantiser has it. (Others clamp amax to 1e-4, which changes blocks of small weights too.) A block
+    with a NaN or an infinity is NaN throughout: its scale, and every element.
 
     Returns:
         ``q [R, C]`` and ``scale_inv [ceil(R/128), ceil(C/128)]`` (float32; ``w`` is about ``q * scale_inv``).
@@ -148,8 +152,8 @@ def quantize_blocks(weight: torch.Tensor, block: tuple[int, int] = (128, 128)) -
 
 
 def scale_of(amax: torch.Tensor) -> torch.Tensor:
-    """``weight_scale_inv`` of blocks with these largest absolute values."""
-    scale = amax / FP8_MAX
+    """``weight_scale_inv`` of blocks with these largest absolute values; the quiet NaN where one is not finite."""
+    scale = torch.where(amax.isfinite(), amax / FP8_MAX, torch.nan)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
@@ -175,7 +179,10 @@ def quantize_box(
     for band, begin, end in _bands(box.shape, start[0], block[0]):
         wide = scale[band[0] : band[1]].repeat_interleave(block[1], dim=1)[:, None, lead : lead + box.shape[1]]
         values = box[begin:end].float().unflatten(0, (band[1] - band[0], -1)) / wide
-        out[begin:end] = values.clamp_(-FP8_MAX, FP8_MAX).flatten(0, 1).to(FP8)
+        values = values.clamp_(-FP8_MAX, FP8_MAX).flatten(0, 1)
+        # A NaN is written as bits: which of its two a cast gives depends on the values.
+        bits = torch.where(values.isnan(), _NAN_BITS, values.to(FP8).view(torch.uint8))
+        out[begin:end].view(torch.uint8).copy_(bits)
 
 
 def _touched(

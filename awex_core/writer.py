@@ -16,6 +16,7 @@ from awex_core.commit.digest import Lanes, digest_plan, pack_lanes, partial_dige
 from awex_core.commit.modes import VerifyMode, mode_of_version
 from awex_core.config import SyncConfig
 from awex_core.errors import AwexError, MetaServerError, Refused, SyncFailed, SyncTimeout, first_line
+from awex_core.finite import ValueCheck
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Held, Memory, check_memory
 from awex_core.layout.wire import encode_layout, encode_manifest
@@ -164,6 +165,7 @@ class WeightWriter:
         self._layouts = LayoutCache(self._client)
         self._sources: tuple[list[str], SourceIndex] | None = None
         self._sessions: dict[str, WriterSession] = {}
+        self._values = ValueCheck(config.nonfinite, rank)
         self._digest_programs: dict[str, CopyProgram] = {}
         self._digest_lock = Lock()
         self._pending: PendingSync | None = None
@@ -264,6 +266,7 @@ class WeightWriter:
 
         Raises:
             ConfigError: a pattern in ``only`` matches no tensor.
+            NonFinite: with ``nonfinite="refuse"``, some values are not finite.
             Fenced: the number is not new, or another run of the trainer has taken over.
             SyncFailed: fewer engines than the quorum committed; ``failed`` says why each did not. Also for an earlier
                 version that was published without blocking, if nobody has asked for its result; nothing is published
@@ -313,6 +316,7 @@ class WeightWriter:
             self._join()
         if self._snapshot is not None:
             self._snapshot.take()
+        self._values.before(number, self.layout, self.memory, patterns)
         mode = mode_of_version(verify, number, self.config.verify_full_every)
         base, self._base = self._base, _Base(why=f"the call for version {number} has not ended")
         if self._offer.export is not None:
@@ -333,7 +337,8 @@ class WeightWriter:
                     "awex: version %s was asked for in part and is sent whole: %s", sync.version, sync.whole_because
                 )
             if sync.state == "open":
-                view = self._serve(view, sync)
+                with self._values.beside(sync.version, self.layout, self.memory, sync.only):
+                    view = self._serve(view, sync)
             sync = _sync_of(view, number)
             self._base = _base_of(sync)
             return self._result(sync, quorum, time.monotonic() - begun)

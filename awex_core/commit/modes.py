@@ -22,6 +22,10 @@ SnapshotMode = Literal["wait", "replace"]
 """What a newer version does with the copy that engines still need: wait for it, or replace it where none has begun."""
 
 
+NonFiniteMode = Literal["allow", "warn", "refuse"]
+"""What a trainer does with values that are not finite: publish them, say so once, or raise before anything moves."""
+
+
 def mode_of_version(mode: VerifyMode, number: int, full_every: int) -> VerifyMode:
     """The mode of one version: of those that are ``sampled``, multiples of ``full_every`` are ``full`` (0: none)."""
     return "full" if mode == "sampled" and full_every and number % full_every == 0 else mode

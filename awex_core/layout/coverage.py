@@ -27,13 +27,12 @@ class Gap:
 def memory_overlaps(layout: Layout) -> list[tuple[int, int]]:
     """Pairs of shard rows that share memory, each pair once; empty when every byte has one owner.
 
-    A shard whose own strides lead to one byte twice is paired with itself.
     Shards whose bounding intervals do not meet are dismissed without looking at
     their strides; only interleaved ones are taken apart into runs.
     """
     low, high = memory_bounds(layout.offset, layout.extent, layout.stride, layout.itemsize)
     pairs: set[tuple[int, int]] = set()
-    for rows in _clusters(layout.buffer, low, high, _folds_back(layout)):
+    for rows in _clusters(layout.buffer, low, high):
         begin, end, owner = _runs_of_rows(layout, rows)
         order = np.argsort(begin, kind="stable")
         begin, end, owner = begin[order], end[order], owner[order]
@@ -45,6 +44,16 @@ def memory_overlaps(layout: Layout) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
+def folded_shards(layout: Layout) -> list[int]:
+    """Rows of shards whose own strides lead to one byte twice."""
+    return [int(row) for row in np.flatnonzero(_folds_back(layout)) if _overlaps_itself(*_shard_runs(layout, row))]
+
+
+def _overlaps_itself(begin: IntArray, end: IntArray) -> bool:
+    order = np.argsort(begin, kind="stable")
+    return bool((begin[order][1:] < np.maximum.accumulate(end[order])[:-1]).any())
+
+
 def _folds_back(layout: Layout) -> npt.NDArray[np.bool_]:
     """Shards that may reach one byte twice: some stride is shorter than what the smaller ones span; shape ``[N]``."""
     step = np.where(layout.extent > 1, np.abs(layout.stride), 0)
@@ -54,10 +63,8 @@ def _folds_back(layout: Layout) -> npt.NDArray[np.bool_]:
     return ((extent > 1) & (step < spanned)).any(axis=1)
 
 
-def _clusters(
-    buffer: IntArray, low: IntArray, high: IntArray, alone: npt.NDArray[np.bool_]
-) -> Iterator[npt.NDArray[np.intp]]:
-    """Groups of rows of one buffer whose bounding intervals are connected by overlaps; single rows if ``alone``."""
+def _clusters(buffer: IntArray, low: IntArray, high: IntArray) -> Iterator[npt.NDArray[np.intp]]:
+    """Groups of rows of one buffer whose bounding intervals are connected by overlaps."""
     if not len(buffer):
         return
     order = np.lexsort((low, buffer))
@@ -68,7 +75,7 @@ def _clusters(
     new = np.ones(len(b), dtype=bool)
     new[1:] = lo[1:] >= np.maximum.accumulate(hi)[:-1]
     starts = np.append(np.flatnonzero(new), len(b))
-    for k in np.flatnonzero((np.diff(starts) > 1) | alone[order[starts[:-1]]]):
+    for k in np.flatnonzero(np.diff(starts) > 1):
         yield order[starts[k] : starts[k + 1]]
 
 

@@ -180,8 +180,8 @@ def build_layout(shards: Sequence[Shard], buffers: Sequence[Buffer], constants: 
     """Sort shards into columns and check each against its tensor and its buffer.
 
     Raises:
-        LayoutError: a box lies outside its tensor, memory outside its buffer, or
-            one name is used with two shapes.
+        LayoutError: a box lies outside its tensor, memory outside its buffer, elements on one another or where no
+            element can lie, or one name is used with two shapes.
     """
     tensors = _distinct_tensors(shards)
     ids = {spec.name: index for index, spec in enumerate(tensors)}
@@ -232,7 +232,7 @@ def _distinct_tensors(shards: Iterable[Shard]) -> tuple[CanonicalTensor, ...]:
 
 
 def check_layout(layout: Layout) -> None:
-    """Raise ``LayoutError`` unless every box fits its tensor and all memory fits its buffer."""
+    """Raise ``LayoutError`` unless every box fits its tensor, and all memory its buffer, each element in its place."""
     for constant in layout.constants:
         _check_constant(constant, layout.buffers)
     if not len(layout):
@@ -262,6 +262,30 @@ def check_layout(layout: Layout) -> None:
             f"{bad.tensor.name}: the shard at {bad.start} occupies bytes [{low[row]}, {high[row]}) of buffer "
             f"{buffer.name!r}, which has {buffer.nbytes}"
         )
+    _check_strides(layout)
+
+
+def _check_strides(layout: Layout) -> None:
+    """What no copy could read or write: elements in reverse, at odd addresses, or several in one place."""
+    from awex_core.layout.coverage import folded_shards
+
+    many, size = layout.extent > 1, layout.itemsize[:, None]
+    reverse = (many & (layout.stride < 0)).any(axis=1)
+    odd = (many & (layout.stride % size != 0)).any(axis=1) | (layout.offset % layout.itemsize != 0)
+    folded = np.zeros(len(layout), dtype=bool)
+    folded[folded_shards(layout)] = True
+    for rows, what in (
+        (reverse, "lie in reverse order (a flipped view)"),
+        (odd, "do not lie at multiples of their size"),
+        (folded, "share memory with one another (an expanded or overlapping view)"),
+    ):
+        for row in np.flatnonzero(rows)[:1]:
+            bad = layout.shard(int(row))
+            raise LayoutError(
+                f"{bad.tensor.name}: elements of its shard at {bad.start} {what}: {bad.dtype} of shape {bad.extent} at "
+                f"byte {bad.offset} of buffer {layout.buffers[bad.buffer].name!r}, with strides of {bad.stride} bytes; "
+                "make it contiguous"
+            )
 
 
 def _check_constant(constant: Constant, buffers: Sequence[Buffer]) -> None:

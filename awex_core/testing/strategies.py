@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from awex_core.casts import cast
+from awex_core.casts import cast, cast_into
 from awex_core.layout import Buffer, CanonicalTensor, Layout, Shard, build_layout, itemsize
 from awex_core.layout.live import Memory, ShardCollector
 
@@ -160,7 +160,7 @@ class Rank:
     def fill(self, views: Sequence[torch.Tensor], case: Case, version: int) -> None:
         """Give each shard its part of one version's weights."""
         for placed, view in zip(self.shards, views, strict=True):
-            view.copy_(case.source_values(placed.tensor, version)[_slices(placed.box)])
+            cast_into(view, case.source_values(placed.tensor, version)[_slices(placed.box)])
 
     def expected(self, case: Case, version: int) -> list[npt.NDArray[np.uint8]]:
         """What the buffers hold, byte by byte, once one version has been written to blank memory."""

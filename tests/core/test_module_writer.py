@@ -196,8 +196,8 @@ def test_without_headers_what_a_state_dict_holds_is_published(tmp_path: Path) ->
     assert "block.bias_of_router" in names_of(describe(module, config_only))
     described.settle()
     module.block.bias_of_router = module.block.bias_of_router.clone()
-    with pytest.raises(LayoutError, match="bias_of_router"):
-        described.settle()
+    _, memory = described.settle()
+    assert memory.addresses[buffer.buffer] == module.block.bias_of_router.data_ptr(), "it is followed"
 
 
 @pytest.mark.parametrize("kind", ["mapping", "function"])
@@ -250,6 +250,13 @@ def test_what_has_no_memory_of_its_own_is_refused() -> None:
         describe(module, Checkpoint({}))
     with pytest.raises(LayoutError, match="complex64"):
         describe(nn.ParameterDict({"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))}), Checkpoint({}))
+    with pytest.raises(LayoutError, match=r"block\.up\.weight: elements of its shard .* share memory with one another"):
+        module = Tiny()
+        module.block.up.weight = nn.Parameter(torch.ones(4).expand(6, 4))
+        describe(module, Checkpoint({}))
+    with pytest.raises(LayoutError, match="w: its memory holds its elements with the other sign"):
+        negated = torch.view_as_complex(torch.ones(3, 2)).conj().imag
+        describe(nn.ParameterDict({"w": nn.Parameter(negated)}), Checkpoint({}))
     with pytest.raises(LayoutError, match="no parameters"):
         describe(nn.ReLU(), Checkpoint({}))
 

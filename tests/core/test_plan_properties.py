@@ -259,14 +259,6 @@ def test_memory_that_would_be_written_twice() -> None:
     assert "tie_word_embeddings" in found
 
 
-def test_a_destination_that_meets_itself() -> None:
-    expanded = build_layout([Shard(vector("a"), (0,), (8,), 0, 0, (0,), "int32")], [Buffer("scalar", 4)])
-    found, _ = faults([whole(vector("a"))], expanded)
-    assert found == ("a [0:8] and a [0:8]: destination rank 0 would write both to the same bytes of 'scalar'",)
-    # As a source it is fine: all elements are equal there.
-    assert len(plan_copies(index_sources([expanded]), whole(vector("a")))) == 1
-
-
 def test_all_kinds_of_faults_at_once_the_first_ten_listed_and_the_rest_counted() -> None:
     names = [f"t{i:02}" for i in range(25)]
     sources = [packed(*((vector(n), [(0, 8)]) for n in names[:2]), *((vector(n), [(0, 5)]) for n in names[2:20]))]

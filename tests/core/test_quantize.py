@@ -67,6 +67,21 @@ def test_what_has_no_scale() -> None:
     assert quantised[:, 4:].float().isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+def test_a_block_that_is_not_finite_is_nan_throughout(dtype: torch.dtype, value: float) -> None:
+    """One rule for all such values and both signs, by bits; the blocks beside it are as ever."""
+    weight = torch.randn(5, 7).to(dtype)
+    weight[1, 4] = value
+    quantised, scale = quantize_blocks(weight, (2, 3))
+    assert scale.view(torch.int32)[0, 1] == 0x7FC00000 and (quantised.view(torch.uint8)[:2, 3:6] == 0x7F).all()
+    clean = weight.clone()
+    clean[1, 4] = 0
+    others = torch.ones(5, 7, dtype=torch.bool)
+    others[:2, 3:6] = False
+    assert torch.equal(bits(quantised)[others], bits(quantize_blocks(clean, (2, 3))[0])[others])
+
+
 # Ranks.
 
 
@@ -149,6 +164,9 @@ def shardings(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[Box]], tuple[int
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     weight = torch.randn(rows, cols, generator=generator) * 10.0 ** draw(st.integers(-6, 4))
     weight[torch.rand(rows, cols, generator=generator) < 0.3] = 0
+    if draw(st.integers(0, 3)) == 0:
+        row, col = draw(st.integers(0, rows - 1)), draw(st.integers(0, cols - 1))
+        weight[row, col] = draw(st.sampled_from([float("nan"), -float("nan"), float("inf"), -float("inf")]))
     return weight.to(dtype), boxes, block, draw(st.booleans())
 
 
