@@ -48,30 +48,35 @@ _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexp
 
 @triton.jit
 def _cast(values, SRC: tl.constexpr, DST: tl.constexpr):
-    # ``casts.cast``. In integers where bfloat16 is concerned, which Triton's interpreter rounds otherwise than GPUs do.
+    # ``casts.cast``. One return at the end: what follows an earlier one is compiled as well, for whatever type it is.
     if SRC == DST:
-        return values
+        made = values
+    else:
+        made = _convert(values, SRC, DST)
+    return made
+
+
+@triton.jit
+def _convert(values, SRC: tl.constexpr, DST: tl.constexpr):
+    # In integers where bfloat16 is concerned, which Triton's interpreter rounds otherwise than GPUs do.
     if SRC == tl.bfloat16:
         wide = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    elif SRC == tl.float64:
-        wide = values.to(tl.float32)  # to two bytes by way of four
-    elif SRC == tl.float16:
-        wide = values.to(tl.float32)
     else:
-        wide = values
+        wide = values.to(tl.float32)  # float64 to two bytes by way of four
     bits = wide.to(tl.int32, bitcast=True)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     if DST == tl.float32:
-        return tl.where(nan, _NAN_32, bits).to(tl.float32, bitcast=True)
+        made = tl.where(nan, _NAN_32, bits).to(tl.float32, bitcast=True)
     elif DST == tl.float64:
         far = wide.to(tl.float64).to(tl.int64, bitcast=True)
-        return tl.where(nan, _NAN_64, far).to(tl.float64, bitcast=True)
+        made = tl.where(nan, _NAN_64, far).to(tl.float64, bitcast=True)
     elif DST == tl.float16:
         short = wide.to(tl.float16).to(tl.int16, bitcast=True)
-        return tl.where(nan, _NAN_F16, short).to(tl.int16).to(tl.float16, bitcast=True)
+        made = tl.where(nan, _NAN_F16, short).to(tl.int16).to(tl.float16, bitcast=True)
     else:
         even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(nan, _NAN_BF16, even).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        made = tl.where(nan, _NAN_BF16, even).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return made
 
 
 @triton.jit

@@ -66,7 +66,7 @@ def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for registered, info in restored:
-            _restore(registered)
+            registered.put_back()
             info.reset()
 
 
@@ -123,9 +123,24 @@ Snapshot = list[tuple[dict[str, Any], dict[str, Any]]]
 """Dictionaries that belong to modules and objects, and what was in them."""
 
 
-def _registered(module: torch.nn.Module) -> Snapshot:
-    """A module's parameters and buffers, absent ones (None) included."""
-    return [(module._parameters, dict(module._parameters)), (module._buffers, dict(module._buffers))]
+@dataclass(frozen=True)
+class _Registered:
+    """A module's parameters and buffers, absent ones (None) included, and which of them are not persistent."""
+
+    module: torch.nn.Module
+    tensors: Snapshot
+    not_persistent: set[str]
+
+    def put_back(self) -> None:
+        _restore(self.tensors)
+        # vLLM 0.25.1 registers every buffer anew, as a persistent one.
+        self.module._non_persistent_buffers_set.clear()
+        self.module._non_persistent_buffers_set.update(self.not_persistent)
+
+
+def _registered(module: torch.nn.Module) -> _Registered:
+    tensors: Snapshot = [(module._parameters, dict(module._parameters)), (module._buffers, dict(module._buffers))]
+    return _Registered(module, tensors, set(module._non_persistent_buffers_set))
 
 
 def _restore(snapshot: Snapshot) -> None:
@@ -280,7 +295,6 @@ def _post_load_step(module: torch.nn.Module, tensors: Tensors) -> Iterator[_Step
     """Within: the module as its post-load step left it, given checkpoint-format tensors. Then it has its own again."""
     layerwise, meta = _reload_modules()
     live, registered, state = own_tensors(module), _registered(module), list(_state(module, set(), _DEPTH))
-    not_persistent = set(module._non_persistent_buffers_set)
     info = _remember_live(module, layerwise)
     method: Any = getattr(module, "quant_method", None)
     try:
@@ -302,9 +316,7 @@ def _post_load_step(module: torch.nn.Module, tensors: Tensors) -> Iterator[_Step
             raise
         yield _Step(live, own_tensors(module), state)
     finally:
-        _restore(registered)
-        module._non_persistent_buffers_set.clear()
-        module._non_persistent_buffers_set.update(not_persistent)
+        registered.put_back()
         info.reset()
 
 
