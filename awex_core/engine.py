@@ -102,7 +102,8 @@ class WorkerModel(Protocol):
         """Find out where the trainer's tensors go.
 
         Raises:
-            PlanError: some of it cannot be received; names every module and reason.
+            PlanError: some of it cannot be received; names every module and reason. It is traced anew before the
+                next ``begin``, also for the tensors of before.
         """
 
     def begin(self) -> Memory:

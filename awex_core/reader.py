@@ -317,10 +317,11 @@ class WeightReader:
 
     def _trace(self, name: str) -> TracedModel:
         if self.ownership.stale:  # somebody else had the memory: what was found there may lie elsewhere
-            self._close_session()
             self._traced, self.ownership.stale = None, False
         if self._traced is None or self._traced[0] != name:
+            self._close_session()
             manifest = decode_manifest(self._client.get_blob(name))
+            self._traced = None  # a model that is refused half-way no longer has the memory of the one before
             begun = time.perf_counter()
             traced = self.model.trace(manifest)
             self._log_trace(traced, time.perf_counter() - begun)

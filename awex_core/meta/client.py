@@ -76,6 +76,12 @@ REPLY_S = 10.0
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 
+BLOB_S = 5.0
+"""How long a blob is waited for that a member names and the server does not have, in seconds.
+
+A server that was restarted hears of a member before that member has put its blobs again.
+"""
+
 _log = logging.getLogger(__name__)
 
 
@@ -343,14 +349,22 @@ class MetaClient:
             self._send("PUT", f"/blobs/{name}", content=data)
         return name
 
-    def get_blob(self, name: str) -> bytes:
+    def get_blob(self, name: str, *, wait_s: float = BLOB_S) -> bytes:
         """The bytes whose hash is ``name``.
 
         Raises:
-            Refused: with code ``unknown`` when the server does not have it (any more).
+            Refused: with code ``unknown`` when the server does not have it within ``wait_s``.
             MetaServerError: when what came is not what the name says.
         """
-        data = self._send("GET", f"/blobs/{name}").content
+        end = time.monotonic() + wait_s
+        while True:
+            try:
+                data = self._send("GET", f"/blobs/{name}").content
+                break
+            except Refused as refused:
+                if refused.code != "unknown" or time.monotonic() > end:
+                    raise
+                time.sleep(FIRST_BACKOFF_S)
         if content_hash(data) != name:
             raise MetaServerError(
                 f"blob {name} from meta server {self.address} arrived as {len(data)} bytes of another hash"

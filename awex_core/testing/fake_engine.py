@@ -100,10 +100,11 @@ class FakeWorkerModel:
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
         trace = trace_loader(self.model.load_weights, manifest, self.model.tensors)
-        computed = find_computed(trace, self.model.load_weights, manifest, self.model.tensors)
-        faults = [f"{trace.layout.buffers[gap.buffer].name}: bytes {gap.start} to {gap.end}" for gap in trace.gaps]
+        faults = [str(untraced) for untraced in trace.untraced if untraced.buffer is None]
+        faults += [f"{trace.layout.buffers[gap.buffer].name}: bytes {gap.start} to {gap.end}" for gap in trace.gaps]
         if faults:
             raise PlanError("the fake engine cannot receive the trainer's model", faults)
+        computed = find_computed(trace, self.model.load_weights, manifest, self.model.tensors)
         self._offered = {tensor: torch.empty(0) for tensor in computed.tensors}
         layout = with_tensors(trace.layout, computed.tensors)
         aside = range(len(trace.layout.buffers), len(layout.buffers))

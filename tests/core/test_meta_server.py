@@ -253,8 +253,18 @@ def test_a_layout_may_be_put_before_anyone_has_joined(client):
 def test_an_unknown_blob_is_named(client):
     client.put_blob(b"x")
     with pytest.raises(Refused, match=f"no blob {'0' * 32}") as raised:
-        client.get_blob("0" * 32)
+        client.get_blob("0" * 32, wait_s=0)
     assert raised.value.code == "unknown"
+
+
+def test_a_blob_that_its_owner_puts_again_is_waited_for(client):
+    name = content_hash(b"layout")
+    client.put_blob(b"something else")  # the job is known
+    thread, results = in_thread(lambda: client.get_blob(name))
+    time.sleep(0.2)
+    client.put_blob(b"layout")
+    thread.join(5)
+    assert results == [b"layout"]
 
 
 def test_a_blob_that_is_not_what_its_name_says_is_refused(server):
