@@ -96,9 +96,11 @@ class FakeWorkerModel:
         self.model = model
         self.on_finish: Callable[[], None] | None = None
         self._offered: dict[CanonicalTensor, torch.Tensor] = {}
+        self._traced = False
 
     def trace(self, manifest: Sequence[CanonicalTensor]) -> TracedModel:
         """See ``WorkerModel.trace``."""
+        self._traced = False  # as in an engine, where a refused model may have replaced half of what was known
         trace = trace_loader(self.model.load_weights, manifest, self.model.tensors)
         faults = [str(untraced) for untraced in trace.untraced if untraced.buffer is None]
         faults += [f"{trace.layout.buffers[gap.buffer].name}: bytes {gap.start} to {gap.end}" for gap in trace.gaps]
@@ -108,13 +110,14 @@ class FakeWorkerModel:
         self._offered = {tensor: torch.empty(0) for tensor in computed.tensors}
         layout = with_tensors(trace.layout, computed.tensors)
         aside = range(len(trace.layout.buffers), len(layout.buffers))
+        self._traced = True
         return TracedModel(layout, tuple(describe_computed(computed)), staged=frozenset(aside))
 
     def begin(self) -> Memory:
         """See ``WorkerModel.begin``; what the loader is to compute from is received aside."""
-        for tensor in self._offered:
-            self._offered[tensor] = torch.full(tensor.shape, torch.nan, dtype=getattr(torch, tensor.dtype))
-        return Memory(tuple(map(flat_bytes, [*self.model.tensors.values(), *self._offered.values()])))
+        if not self._traced:
+            raise RuntimeError("the model of before was refused: trace one before an update begins")
+        return self.live()
 
     def lend(self) -> Memory:
         """See ``WorkerModel.lend``."""
@@ -122,7 +125,9 @@ class FakeWorkerModel:
 
     def live(self) -> Memory:
         """See ``WorkerModel.live``."""
-        return self.begin()
+        for tensor in self._offered:
+            self._offered[tensor] = torch.full(tensor.shape, torch.nan, dtype=getattr(torch, tensor.dtype))
+        return Memory(tuple(map(flat_bytes, [*self.model.tensors.values(), *self._offered.values()])))
 
     def finish(self) -> None:
         """See ``WorkerModel.finish``."""
