@@ -259,6 +259,10 @@ def publish_over_sleep(trainer: CheckpointTrainer, server: VllmOnGpu, level: int
     see("ready", 2)
     if level == 2:
         server.wake("kv_cache")
+    else:  # what slept through nothing is the version that it was
+        server.sleep(level)
+        server.wake()
+        see("ready", 2)
     return result, faults
 
 

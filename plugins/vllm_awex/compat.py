@@ -184,9 +184,28 @@ def hides_weights(module: torch.nn.Module) -> bool:
 
 
 def all_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Every tensor that a model's modules hold: parameters, buffers, and what they keep as plain attributes."""
+    """Every tensor that a model's modules hold: parameters, buffers, and what they keep as plain attributes.
+
+    Without the memory of their key-value caches, which vLLM binds to attention layers as ``kv_cache``: it changes with
+    every token, and may still be asleep when the weights have been woken.
+    """
     modules = list(model.modules())
-    return [tensor for module in modules for tensor in {**own_tensors(module), **_plain_tensors(module)}.values()]
+    caches = {
+        part.untyped_storage()._cdata
+        for module in modules
+        for part in _flat(getattr(module, "kv_cache", ()))
+        if isinstance(part, torch.Tensor)
+    }
+    held = [tensor for module in modules for tensor in {**own_tensors(module), **_plain_tensors(module)}.values()]
+    return [tensor for tensor in held if tensor.untyped_storage()._cdata not in caches]
+
+
+def _flat(found: Any) -> Iterator[Any]:
+    if isinstance(found, (list, tuple)):
+        for part in found:
+            yield from _flat(part)
+    else:
+        yield found
 
 
 def may_transform(module: torch.nn.Module) -> bool:
