@@ -73,7 +73,11 @@ class Case:
     sizes: dict[str, Any]
     flags: dict[str, Sequence[str]] = field(default_factory=dict)
     sleep_level: int = 0
-    """vLLM's, of a server that sleeps when the second version is published: 1 keeps the weights aside, 2 drops them."""
+    """Of a server that sleeps when the second version is published: 1 keeps its weights aside, 2 drops them."""
+
+
+ASLEEP = {"vllm": ["--enable-sleep-mode"], "sglang": ["--enable-memory-saver", "--enable-weights-cpu-backup"]}
+DROPPED = ASLEEP | {"sglang": ["--enable-memory-saver"]}
 
 
 CASES = [
@@ -82,9 +86,9 @@ CASES = [
     Case("deepseek_mla", "deepseek", LATENT),
     Case("qwen3_fp8", "qwen3", WIDE, {"vllm": ["--quantization", "fp8"], "sglang": ["--quantization", "fp8"]}),
     Case("qwen3_moe_fp8", "qwen3-moe", MOE, {"vllm": ["--quantization", "fp8"], "sglang": ["--quantization", "fp8"]}),
-    Case("qwen3_asleep", "qwen3", WIDE, {"vllm": ["--enable-sleep-mode"]}, sleep_level=1),
-    Case("qwen3_moe_asleep", "qwen3-moe", MOE, {"vllm": ["--enable-sleep-mode"]}, sleep_level=1),
-    Case("qwen3_dropped", "qwen3", WIDE, {"vllm": ["--enable-sleep-mode"]}, sleep_level=2),
+    Case("qwen3_asleep", "qwen3", WIDE, ASLEEP, sleep_level=1),
+    Case("qwen3_moe_asleep", "qwen3-moe", MOE, ASLEEP, sleep_level=1),
+    Case("qwen3_dropped", "qwen3", WIDE, DROPPED, sleep_level=2),
 ]
 
 
@@ -183,6 +187,14 @@ class SglangOnGpu(EngineServer):
             time.sleep(0.1)
         return self.complete()
 
+    def sleep(self, level: int) -> None:  # noqa: ARG002 - what is kept aside, a flag at its start has said
+        """Have it give back its memory."""
+        self._http.post("/release_memory_occupation", json={}).raise_for_status()
+
+    def wake(self, *tags: str) -> None:
+        """Have it take its memory again, or those parts of it."""
+        self._http.post("/resume_memory_occupation", json={"tags": list(tags)} if tags else {}).raise_for_status()
+
     def dump(self, folder: Path) -> None:
         """Have the scheduler write its tensors."""
         self._ask(f"dump:{folder}")
@@ -239,7 +251,7 @@ def _distance(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def publish_over_sleep(trainer: CheckpointTrainer, server: VllmOnGpu, level: int) -> tuple[dict[str, Any], list[str]]:
+def publish_over_sleep(trainer: CheckpointTrainer, server: Server, level: int) -> tuple[dict[str, Any], list[str]]:
     """Publish version 2 while the engine sleeps, and wake it; returns the result, and what was not as it should be."""
     faults = []
 
@@ -287,7 +299,7 @@ def run_case(engine: str, case: Case, models: list[Path], folder: Path, meta: di
             first = trainer.publish(1)
             middle = server.complete()
             trainer.load(models[2])
-            if isinstance(server, VllmOnGpu) and case.sleep_level:
+            if case.sleep_level:
                 result, faults = publish_over_sleep(trainer, server, case.sleep_level)
                 outcome.faults += faults
             else:
