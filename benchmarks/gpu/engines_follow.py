@@ -187,8 +187,8 @@ class SglangOnGpu(EngineServer):
             time.sleep(0.1)
         return self.complete()
 
-    def sleep(self, level: int) -> None:  # noqa: ARG002 - what is kept aside, a flag at its start has said
-        """Have it give back its memory."""
+    def sleep(self, level: int) -> None:
+        """Have it give back its memory; what is kept aside was said by a flag at its start."""
         self._http.post("/release_memory_occupation", json={}).raise_for_status()
 
     def wake(self, *tags: str) -> None:
