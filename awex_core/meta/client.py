@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -24,6 +25,7 @@ from awex_core.errors import Fenced, MetaServerError, Refused, SyncTimeout, Unau
 from awex_core.layout import content_hash
 from awex_core.meta.addresses import split_addresses
 from awex_core.meta.messages import (
+    TOKEN_REMEDY,
     Announce,
     AskCopy,
     EngineOutcome,
@@ -405,6 +407,7 @@ class MetaClient:
         end = time.monotonic() + limit_s
         pause, tried = _Backoff(), 0
         put_off: MetaServerError | None = None
+        trouble: httpx.TransportError | None = None
         while True:
             asked = self._asked
             left = max(end - time.monotonic(), 0.001)
@@ -416,9 +419,11 @@ class MetaClient:
             except httpx.TransportError as error:
                 self._turn_from(asked)
                 tried += 1
+                # The last attempt may have had no time: what was met before that tells more.
+                if trouble is None or left > CONNECT_S or not isinstance(error, httpx.TimeoutException):
+                    trouble = error
                 if once or _is_final(error) or not self._again(tried, pause, end):
-                    # The last attempt may have had no time: what a server said before that tells more.
-                    raise put_off or Unreachable(self._silence(asked, limit_s, error)) from error
+                    raise put_off or Unreachable(self._silence(asked, limit_s, trouble)) from trouble
                 continue
             if response.is_success or (missing_ok and response.status_code == 404):
                 return response
@@ -455,9 +460,14 @@ class MetaClient:
             f"meta server {self._addresses[asked]} did not answer within {limit_s:g} s ({_cause(error)});"
             " check --weight-sync-meta-server, and that `awex meta-server` runs there and is reachable"
         )
+        if self._tls is not None and _speaks_no_tls(error):
+            return (
+                f"meta server {self._addresses[asked]} does not speak TLS ({_cause(error)}), and this end is set to:"
+                f" start `awex meta-server` with {', '.join(VARIABLES.values())}, or unset these here"
+            )
         if self._tls is not None:
             return f"{told}, by TLS, with a certificate for this address that {self._tls.ca} has signed"
-        if isinstance(error, httpx.RemoteProtocolError):
+        if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
             return f"{told}; if it wants TLS, set {', '.join(VARIABLES.values())}"
         return told
 
@@ -580,6 +590,9 @@ def _decode(body: bytes, kind: type[Reply], decode: Callable[..., Any]) -> Reply
 
 def _refusal(response: httpx.Response, address: str) -> MetaServerError:
     """The exception for an answer that is not a success."""
+    if response.request.method == "HEAD" and response.status_code == HTTPStatus.UNAUTHORIZED:
+        # The answer to a HEAD request has no body that could say so.
+        return _unauthorized(address, f"wrong bearer token; {TOKEN_REMEDY}")
     try:
         reply = msgspec.msgpack.decode(response.content, type=ErrorReply)
     except msgspec.DecodeError:
@@ -588,17 +601,32 @@ def _refusal(response: httpx.Response, address: str) -> MetaServerError:
             f" {response.status_code}, which is not an answer of a meta server; check the address"
         )
     if reply.code == "unauthorized":
-        return Unauthorized(f"meta server {address}: {reply.message}")
+        return _unauthorized(address, reply.message)
     if reply.code == "fenced":
         return Fenced(reply.message)
     return Refused(reply.code, reply.message)
 
 
-def _is_final(error: BaseException | None) -> bool:
-    """Whether asking again is of no use: the server's certificate will be the same."""
-    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+def _unauthorized(address: str, why: str) -> Unauthorized:
+    return Unauthorized(f"meta server {address}: {why}")
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether asking again is of no use: the server's certificate will be the same, and so will its want of any."""
+    return isinstance(_tls_error(error), ssl.SSLCertVerificationError) or _speaks_no_tls(error)
+
+
+def _speaks_no_tls(error: BaseException) -> bool:
+    """Whether what came in place of a handshake is not TLS."""
+    found = _tls_error(error)
+    return found is not None and found.reason == "WRONG_VERSION_NUMBER"
+
+
+def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """What TLS said, beneath the errors of the layers above."""
+    while error is not None and not isinstance(error, ssl.SSLError):
         error = error.__cause__ or error.__context__
-    return error is not None
+    return error
 
 
 def _cause(error: httpx.TransportError) -> str:

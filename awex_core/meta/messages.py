@@ -404,6 +404,10 @@ class Ok(_Message, frozen=True):
     pass
 
 
+TOKEN_REMEDY = "give clients the server's token (AWEX_TOKEN or AWEX_TOKEN_FILE)"
+"""What to do about a token that the meta server does not take."""
+
+
 class ErrorReply(_Message, frozen=True):
     """The body of every answer that is not a success. ``code`` picks the exception the client raises.
 
