@@ -21,6 +21,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from awex_core.commit.modes import VerifyMode
 from awex_core.errors import Fenced, MetaServerError, Refused, SyncTimeout, Unauthorized, Unreachable
 from awex_core.layout import content_hash
 from awex_core.meta.addresses import split_addresses
@@ -36,6 +37,7 @@ from awex_core.meta.messages import (
     GiveUp,
     Heartbeat,
     HeartbeatReply,
+    JobList,
     JobStatus,
     JobView,
     JoinController,
@@ -84,6 +86,8 @@ BLOB_S = 5.0
 A server that was restarted hears of a member before that member has put its blobs again.
 """
 
+_JOBS = "/v1/jobs"
+
 _log = logging.getLogger(__name__)
 
 
@@ -104,7 +108,7 @@ class MetaClient:
         """Which of them is asked."""
         self.job = job
         self._timeout_s, self._tls = timeout_s, tls
-        self._path = f"/v1/jobs/{quote(job, safe='')}"
+        self._path = f"{_JOBS}/{quote(job, safe='')}"
         self._http = httpx.Client(
             verify=tls.client_context() if tls else False,
             headers={"authorization": f"Bearer {token}"},
@@ -221,6 +225,11 @@ class MetaClient:
         """What people are shown: the view, and the run that is still forming."""
         return _decode(self._send("GET", "").content, JobStatus, msgspec.json.decode)
 
+    def jobs(self, *, timeout_s: float) -> dict[str, list[str]]:
+        """The live engines of every job that the server serves at present."""
+        response = self._send("GET", _JOBS, limit_s=timeout_s, of_job=False)
+        return _decode(response.content, JobList, msgspec.json.decode).jobs
+
     # One sync
 
     def announce(
@@ -229,7 +238,7 @@ class MetaClient:
         number: int,
         *,
         timeout_s: float,
-        verify: str,
+        verify: VerifyMode,
         only: Sequence[str] = (),
         base: Version = INITIAL,
         whole_because: str = "",
@@ -311,7 +320,7 @@ class MetaClient:
 
     # From engine to engine
 
-    def ask_copy(self, incarnation: str, *, timeout_s: float, verify: str) -> None:
+    def ask_copy(self, incarnation: str, *, timeout_s: float, verify: VerifyMode) -> None:
         """Let this controller's engine take what another engine serves; it comes as a copy in the view.
 
         Raises:
@@ -401,10 +410,12 @@ class MetaClient:
         headers: dict[str, str] | None = None,
         once: bool = False,
         missing_ok: bool = False,
+        of_job: bool = True,
     ) -> httpx.Response:
         """Send until there is an answer or ``limit_s`` is over; the server may hold it back for ``wait_s`` of that."""
         limit_s = self._timeout_s + wait_s if limit_s is None else limit_s
         end = time.monotonic() + limit_s
+        path = self._path + path if of_job else path
         pause, tried = _Backoff(), 0
         put_off: MetaServerError | None = None
         trouble: httpx.TransportError | None = None
@@ -442,7 +453,7 @@ class MetaClient:
                 raise put_off
 
     def _url(self, asked: int) -> str:
-        return f"{'https' if self._tls else 'http'}://{self._addresses[asked]}{self._path}"
+        return f"{'https' if self._tls else 'http'}://{self._addresses[asked]}"
 
     def _turn_from(self, asked: int) -> None:
         """Ask the next server from now on, unless another thread has turned away already."""

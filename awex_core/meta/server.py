@@ -3,6 +3,7 @@
     POST /v1/jobs/{job}/{request}       one request of ``messages``, by its snake_case name
     PUT, GET, HEAD /v1/jobs/{job}/blobs/{hash}   raw bytes, named by their ``content_hash``
     GET  /v1/jobs/{job}                 the job in JSON, for people
+    GET  /v1/jobs                       the jobs and their live engines in JSON
     GET  /health, /v1/openapi.json      no token needed
 
 Everything is in memory, and after a restart members are told to join again, and do; or jobs are kept in a
@@ -35,7 +36,7 @@ from awex_core.layout import content_hash
 from awex_core.meta import messages
 from awex_core.meta.job import Job, Jobs, MemoryJobs
 from awex_core.meta.limits import Limits
-from awex_core.meta.messages import TOKEN_REMEDY, ErrorReply
+from awex_core.meta.messages import TOKEN_REMEDY, ErrorReply, JobList
 from awex_core.meta.openapi import BLOB_PATTERN, JOB_PATTERN, STATUS_OF, describe
 from awex_core.meta.requests import JOINS, REQUESTS, decode_request
 from awex_core.meta.tls import Tls
@@ -84,6 +85,7 @@ class _Service:
         return [
             Route("/health", _health, methods=["GET"]),
             Route("/v1/openapi.json", _description, methods=["GET"]),
+            Route("/v1/jobs", self._guarded(self._list), methods=["GET"]),
             Route("/v1/jobs/{job}", self._guarded(self._status), methods=["GET"]),
             Route("/v1/jobs/{job}/{request}", self._guarded(self._request), methods=["POST"]),
             Route("/v1/jobs/{job}/blobs/{hash}", self._guarded(self._put_blob), methods=["PUT"]),
@@ -99,7 +101,8 @@ class _Service:
         async def guarded(request: Request) -> Response:
             try:
                 self._check_token(request)
-                _check_name(request.path_params["job"])
+                if "job" in request.path_params:
+                    _check_name(request.path_params["job"])
                 return await handler(request)
             except (Refused, Fenced) as refusal:
                 code = refusal.code if isinstance(refusal, Refused) else "fenced"
@@ -152,6 +155,9 @@ class _Service:
     async def _status(self, request: Request) -> Response:
         job = await self._job(request, create=False)
         return Response(msgspec.json.encode(await job.status()), media_type="application/json")
+
+    async def _list(self, _: Request) -> Response:
+        return Response(msgspec.json.encode(JobList(jobs=self._jobs.engines())), media_type="application/json")
 
     async def _body(self, request: Request, limit: int) -> bytes:
         """The body, given up on as soon as it is known to pass ``limit`` bytes."""

@@ -35,6 +35,7 @@ def config(**changes: Any) -> SyncConfig:
         ({"meta_server": "[fe80::2a]"}, "not HOST:PORT"),
         ({"transport": "rdma"}, "transport must be one of auto, "),
         ({"verify": "yes"}, "verify must be one of off, sampled, full; got 'yes'"),
+        ({"catch_up": "off"}, "catch_up must be True or False; got 'off'"),
         ({"receive": "inplace"}, "receive must be one of in_place, shadow; got 'inplace'"),
         ({"shadow_fallback": "none"}, "shadow_fallback must be one of error, in_place; got 'none'"),
         ({"sync_timeout_s": 0}, "sync_timeout_s must be positive and finite, got 0"),

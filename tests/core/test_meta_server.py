@@ -145,6 +145,18 @@ def test_an_oversized_body_without_a_length_is_refused_while_it_streams(server):
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
+def test_jobs_are_listed_with_their_live_engines(server, client):
+    assert client.jobs(timeout_s=5) == {}
+    client.join_writer(writer())
+    with MetaClient(server.address, "other", TOKEN) as other:
+        other.join_worker(worker("k1", "whole"))
+        other.join_controller("whole", process("c1"))
+        other.join_worker(worker("k2", "no controller"))
+        assert client.jobs(timeout_s=5) == other.jobs(timeout_s=5) == {"job": [], "other": ["whole"]}
+    with MetaClient(server.address, "job", "wrong") as stranger, pytest.raises(Unauthorized):
+        stranger.jobs(timeout_s=5)
+
+
 def test_an_unknown_job_is_named(client):
     with pytest.raises(Refused, match="unknown job 'job': nobody has joined it; check --weight-sync-job"):
         client.watch()
