@@ -78,7 +78,10 @@ class Checkpoint:
             return
         mine = {tensor.name: tensor for tensor in manifest}
         faults = [f"{name}: only the checkpoint has it" for name in sorted(set(self.tensors) - set(mine))]
-        faults += [f"{name}: only the trainer has it" for name in sorted(set(mine) - set(self.tensors))]
+        faults += [
+            f"{name}: only the trainer has it; if it is no part of the checkpoint, map it to None with names"
+            for name in sorted(set(mine) - set(self.tensors))
+        ]
         for name in sorted(set(mine) & set(self.tensors)):
             have, want = mine[name], self.tensors[name]
             if have.shape != want.shape:

@@ -26,6 +26,7 @@ import msgspec
 from awex_core.errors import AwexError, ConfigError
 from awex_core.meta.tls import Tls
 from awex_core.token import find_token, require_token
+from awex_core.variables import check_names
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status. Errors raised on purpose become one message on stderr."""
     arguments = _parser().parse_args(argv)
     try:
+        check_names()
         status: int = arguments.run(arguments)
     except AwexError as error:
         print(f"awex: {error}", file=sys.stderr)

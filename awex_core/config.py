@@ -14,6 +14,7 @@ from awex_core.meta.addresses import split_addresses
 from awex_core.meta.tls import Tls
 from awex_core.pairing import TransportName
 from awex_core.token import require_token
+from awex_core.variables import check_names
 
 _NAMES = {
     "AWEX_META_SERVER": "meta_server",
@@ -88,13 +89,15 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         split_addresses(self.meta_server)
-        _check_choice("transport", self.transport, get_args(TransportName))
-        _check_choice("verify", self.verify, get_args(VerifyMode))
-        _check_choice("snapshot", self.snapshot, get_args(SnapshotMode))
-        _check_choice("nonfinite", self.nonfinite, get_args(NonFiniteMode))
-        _check_choice("receive", self.receive, get_args(ReceiveMode))
-        _check_choice("shadow_fallback", self.shadow_fallback, get_args(ShadowFallback))
-        _check_choice("start", self.start, get_args(StartMode))
+        check_choice("transport", self.transport, get_args(TransportName))
+        check_choice("verify", self.verify, get_args(VerifyMode))
+        check_choice("snapshot", self.snapshot, get_args(SnapshotMode))
+        check_choice("nonfinite", self.nonfinite, get_args(NonFiniteMode))
+        check_choice("receive", self.receive, get_args(ReceiveMode))
+        check_choice("shadow_fallback", self.shadow_fallback, get_args(ShadowFallback))
+        check_choice("start", self.start, get_args(StartMode))
+        if not isinstance(self.catch_up, bool):
+            raise ConfigError(f"catch_up must be True or False; got {self.catch_up!r}")
         if self.verify_full_every < 0:
             raise ConfigError(f"verify_full_every must be a count of versions, or 0; got {self.verify_full_every}")
         if not 0 <= self.max_lag_s < math.inf:
@@ -112,9 +115,10 @@ class SyncConfig:
         """Settings from the environment; keyword arguments that are not None win.
 
         Raises:
-            ConfigError: the meta server or the token is missing, or a value is malformed.
+            ConfigError: the meta server or the token is missing, a value is malformed, or a variable is misspelt.
         """
         environ = os.environ if environ is None else environ
+        check_names(environ)
         values: dict[str, Any] = {field: environ[name] for name, field in _NAMES.items() if environ.get(name)}
         for name, kind in _NUMBERS.items():
             if name in values:
@@ -129,13 +133,14 @@ class SyncConfig:
         return SyncConfig(**{"tls": Tls.from_env(environ), **values})
 
 
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ``ConfigError`` unless ``value`` is spelt as one of those allowed."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
 
 def _switch(name: str, text: str) -> bool:
-    _check_choice(name, text, ("on", "off"))
+    check_choice(name, text, ("on", "off"))
     return text == "on"
 
 

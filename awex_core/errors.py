@@ -2,6 +2,7 @@
 
     AwexError
     ├── ConfigError          a setting is missing or wrong
+    ├── Closed               a call after close()
     ├── LayoutError          a layout is malformed, or does not fit its memory
     │   └── TraceError       a loader did something that cannot be traced
     ├── NonFinite            a trainer that refuses NaN and infinities would publish some; names the tensors
@@ -34,6 +35,10 @@ class AwexError(Exception):
 
 class ConfigError(AwexError, ValueError):
     """A setting is missing or wrong; the message names it and a value that works."""
+
+
+class Closed(AwexError, RuntimeError):
+    """A call on what has been closed."""
 
 
 class LayoutError(AwexError, ValueError):

@@ -12,7 +12,8 @@ rank. Nothing is copied: what is published are the local tensors that training c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,21 @@ Names = Mapping[str, str | None] | Callable[[str], str | None]
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Parts of names that ``torch.compile`` and activation checkpointing add to the module's own."""
+
+
+_ADAPTER = re.compile(
+    r"(^|\.)(lora_\w+|ia3_\w+|hada_\w+|lokr_\w+|b?oft_\w+|vera_\w+|base_layer|modules_to_save|original_module)(\.|$)"
+)
+"""Parts of names that PEFT and torchtune give to adapters, and to what they are laid over."""
+
+PLACEHOLDER = (
+    "it is a placeholder of DeepSpeed's ZeRO stage 3, whose ranks hold slices of no shape; use stage 1 or 2, or "
+    "torch.distributed.fsdp.fully_shard"
+)
+EMPTY = (
+    "it has no elements here, as a placeholder has whose elements are somewhere else; attach where they are, or leave "
+    "it out by mapping it to None with names"
+)
 
 
 def attach(
@@ -194,12 +210,27 @@ def _name(tensors: Iterable[_Tensor], checkpoint: Checkpoint, names: Names | Non
             tensor.names = tensor.aliases[:1]
         if tensor.names:
             published.append(tensor)
+    _check_adapters(published, known)
     faults += _doubles(published)
     if faults:
         raise LayoutError(list_faults(f"{len(faults)} parameters have no name in the checkpoint", faults))
     if not published:
         raise LayoutError("nothing would be published: the module has no parameters, or names leaves all of them out")
     return published
+
+
+def _check_adapters(tensors: Iterable[_Tensor], known: Container[str]) -> None:
+    """No engine that follows takes an adapter, and what it is laid over is not the model that is trained."""
+    found = [name for tensor in tensors for name in tensor.names if name not in known and _ADAPTER.search(name)]
+    if found:
+        raise LayoutError(
+            list_faults(
+                f"{len(found)} parameters are of an adapter (PEFT, LoRA) or lie under one; merge it into the base "
+                "weights for each version and leave it out with names (docs/pytorch.md shows how), or attach what "
+                "merge_and_unload() returns",
+                sorted(found),
+            )
+        )
 
 
 def _translate(label: str, names: Names | None) -> str | None:
@@ -258,9 +289,13 @@ def local_box(live: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tor
     """Global shape, first element of this rank's box, and its elements where they live.
 
     Raises:
-        LayoutError: the tensor has no memory, is of a kind whose memory is not its elements, or is placed in a way
-            that is not one box.
+        LayoutError: the tensor is a placeholder, has no memory, is of a kind whose memory is not its elements, or is
+            placed in a way that is not one box.
     """
+    if hasattr(live, "ds_id"):
+        raise LayoutError(PLACEHOLDER)
+    if isinstance(live, torch.nn.Parameter) and not live.numel():
+        raise LayoutError(EMPTY)
     local = _local(live)
     if local.is_meta:
         raise LayoutError("it is on the meta device; materialise the module first")

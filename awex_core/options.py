@@ -17,9 +17,10 @@ from typing import Any, Literal, get_args
 
 from awex_core.checkpoint import read_headers
 from awex_core.commit.modes import ReceiveMode, StartMode
-from awex_core.config import SyncConfig
+from awex_core.config import SyncConfig, check_choice
 from awex_core.errors import ConfigError
 from awex_core.meta.client import MetaClient
+from awex_core.variables import check_names
 
 KvMode = Literal["recompute", "keep", "abort"]
 
@@ -64,12 +65,14 @@ class EngineOptions:
         """Read what ``settle_engine`` wrote, or the user of an offline engine has set.
 
         Raises:
-            ConfigError: a value is not one of those allowed.
+            ConfigError: a value is not one of those allowed, or a variable is misspelt.
         """
         environ = os.environ if environ is None else environ
-        kv = environ.get("AWEX_KV", "recompute")
-        if kv not in get_args(KvMode):
-            raise ConfigError(f"AWEX_KV must be one of {', '.join(get_args(KvMode))}; got {kv!r}")
+        check_names(environ)
+        kv = environ.get("AWEX_KV") or "recompute"
+        check_choice("AWEX_KV", kv, get_args(KvMode))
+        require = environ.get("AWEX_REQUIRE_VERSION") or "0"
+        check_choice("AWEX_REQUIRE_VERSION", require, ("0", "1"))
         workers = environ.get("AWEX_ENGINE_WORKERS", "0")
         if not (workers.isascii() and workers.isdigit() and len(workers) < 10):
             raise ConfigError(f"AWEX_ENGINE_WORKERS must be a number, got {workers!r}")
@@ -77,7 +80,7 @@ class EngineOptions:
             engine=environ.get("AWEX_ENGINE", ""),
             workers=int(workers),
             kv=kv,  # type: ignore[arg-type]  # checked above
-            require_version=environ.get("AWEX_REQUIRE_VERSION", "") not in ("", "0"),
+            require_version=require == "1",
             instance=environ.get(_INSTANCE, ""),
         )
 
@@ -173,7 +176,10 @@ def settle_engine(kind: str, *, workers: int, dummy_weights: bool, starts: bool)
     os.environ.setdefault("AWEX_ENGINE", f"{kind}-{socket.gethostname()}-{secrets.token_hex(3)}")
     os.environ["AWEX_ENGINE_WORKERS"] = str(workers)
     _draw_instance(starts)
+    from awex_core.layout.trace_cache import cache_folder  # which imports torch, as an engine does
+
     config = SyncConfig.from_env()
+    cache_folder()
     if config.repair_checkpoint:
         read_headers(Path(config.repair_checkpoint))
     return EngineOptions.from_env()

@@ -185,7 +185,8 @@ def check_complete(sources: SourceIndex, layouts: Sequence[Layout], engine: str,
     if unused:
         raise PlanError(
             f"engine {engine} has no place for all of {len(unused)} tensor(s) of the trainer; are the two one model, "
-            "with as many layers and the same tie_word_embeddings?",
+            "with as many layers and the same tie_word_embeddings? What only the trainer has (a value head, a buffer "
+            "of training) is left out by mapping it to None with names at attach()",
             unused,
         )
 

@@ -10,6 +10,7 @@ import datetime
 import functools
 import itertools
 import math
+import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def connect(
     check: Callable[[Sequence[CanonicalTensor]], None] | None = None,
     exact: bool = False,
 ) -> WeightSync:
-    """Describe this rank, agree with the others, and join the job. Collective over the trainer's default group.
+    """Describe this rank, agree with the others, and join the job. Every rank of the trainer's default group calls it.
 
     Args:
         describe: gives this rank's part as shards of the checkpoint; its errors reach every rank.
@@ -104,18 +105,24 @@ def connect(
             error. All ranks raise.
         AwexError: what ``describe`` or ``check`` raises.
         MetaServerError: the meta server cannot be reached or refuses this rank.
+        SyncTimeout: not all ranks have called within the limit of a version; names those that have not.
     """
-    try:
-        config = config or SyncConfig.from_env()
-        checkpoint = Checkpoint.read(hf_config)
-        form = _block_format(quantize, checkpoint)
-        mine = describe(checkpoint)
-        check_distinct(mine.layout)
-    except AwexError as error:
-        with contextlib.suppress(LayoutError):
-            share(fault=str(error))  # the other ranks must not wait for this one
-        raise
-    run, manifest = share(mine.tensors)
+    check_world()
+    config, fault = _settings(config)
+    limit_s = config.sync_timeout_s if config is not None else SyncConfig.sync_timeout_s
+    with together(limit_s):
+        try:
+            if config is None:
+                raise fault
+            checkpoint = Checkpoint.read(hf_config)
+            form = _block_format(quantize, checkpoint)
+            mine = describe(checkpoint)
+            check_distinct(mine.layout)
+        except AwexError as error:
+            with contextlib.suppress(LayoutError):
+                share(fault=str(error), limit_s=limit_s)  # the other ranks must not wait for this one
+            raise
+        run, manifest = share(mine.tensors, limit_s=limit_s)
     if check is not None:
         check(manifest)
     if form is not None:
@@ -134,6 +141,14 @@ def connect(
         settle=mine.settle,
     )
     return WeightSync(writer)
+
+
+def _settings(config: SyncConfig | None) -> tuple[SyncConfig | None, ConfigError]:
+    """The settings, or what is wrong with them, for all ranks to be told."""
+    try:
+        return config or SyncConfig.from_env(), ConfigError()
+    except ConfigError as error:
+        return None, error
 
 
 def _block_format(quantize: str | None, checkpoint: Checkpoint) -> BlockFormat | None:
@@ -260,7 +275,9 @@ class _Offer(msgspec.Struct, frozen=True):
     fault: str
 
 
-def share(tensors: Sequence[CanonicalTensor] = (), *, fault: str = "") -> tuple[str, list[CanonicalTensor]]:
+def share(
+    tensors: Sequence[CanonicalTensor] = (), *, fault: str = "", limit_s: float | None = None
+) -> tuple[str, list[CanonicalTensor]]:
     """Exchange what each rank holds. Collective: every rank calls it once, also one that failed.
 
     Returns:
@@ -268,9 +285,11 @@ def share(tensors: Sequence[CanonicalTensor] = (), *, fault: str = "") -> tuple[
 
     Raises:
         LayoutError: some rank had a fault, or two ranks disagree about a tensor.
+        SyncTimeout: as ``all_gather_bytes``.
     """
     mine = _Offer(uuid.uuid4().hex, encode_manifest(tuple(tensors)), fault)
-    offers = [msgspec.msgpack.decode(data, type=_Offer) for data in all_gather_bytes(msgspec.msgpack.encode(mine))]
+    told = all_gather_bytes(msgspec.msgpack.encode(mine), limit_s=limit_s)
+    offers = [msgspec.msgpack.decode(data, type=_Offer) for data in told]
     faults = [f"rank {rank}: {offer.fault}" for rank, offer in enumerate(offers) if offer.fault]
     if faults:
         raise LayoutError(list_faults(f"{len(faults)} of {len(offers)} trainer ranks cannot attach", faults))
@@ -279,6 +298,72 @@ def share(tensors: Sequence[CanonicalTensor] = (), *, fault: str = "") -> tuple[
     if repeated:
         raise LayoutError(list_faults("ranks disagree about shapes or dtypes", repeated))
     return offers[0].run, manifest
+
+
+def check_world() -> None:
+    """Raise ``ConfigError`` if this process is one of several that have no process group: each would be a trainer."""
+    world = os.environ.get("WORLD_SIZE", "")
+    if not dist.is_initialized() and world.isdecimal() and int(world) > 1:
+        raise ConfigError(
+            f"this is one of {world} processes (WORLD_SIZE, as torchrun sets it), and torch.distributed is not"
+            " initialised: call torch.distributed.init_process_group() before attach(), or unset WORLD_SIZE where a"
+            " process trains alone"
+        )
+
+
+@contextlib.contextmanager
+def together(limit_s: float) -> Iterator[None]:
+    """Begin a collective block once every rank has come to it.
+
+    Ranks meet at the store of the trainer's group, and not in a collective: there it can be told who has not come, and
+    the group goes on to be of use.
+
+    Raises:
+        SyncTimeout: names the ranks that have not come within the limit.
+    """
+    rank, world = rank_and_world()
+    if world == 1:
+        yield
+        return
+    store = dist.distributed_c10d._get_default_store()  # which torch has no public name for
+    mine, go = _here(rank), "awex/attach/go"  # the others wait for ``go``: not every rank asks for every other
+    store.delete_key(_gave_up(rank))
+    store.set(mine, "")
+    try:
+        try:
+            wanted = [_here(each) for each in range(world)] if rank == 0 else [go]
+            store.wait(wanted, datetime.timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            told = _who_is_missing(store, world, limit_s)
+            store.set(_gave_up(rank), "")
+            raise SyncTimeout(told) from error
+        if rank == 0:
+            store.set(go, "")
+        yield
+    finally:
+        store.delete_key(mine)
+        if rank == 0:
+            store.delete_key(go)
+
+
+def _here(rank: int) -> str:
+    return f"awex/attach/here/{rank}"
+
+
+def _gave_up(rank: int) -> str:
+    return f"awex/attach/gave_up/{rank}"
+
+
+def _who_is_missing(store: dist.Store, world: int, limit_s: float) -> str:
+    """Those who have not come; and those who have come and gone again, since they did not wait for as long."""
+    gone = [rank for rank in range(world) if store.check([_gave_up(rank)])]
+    missing = [rank for rank in range(world) if rank not in gone and not store.check([_here(rank)])]
+    told = f"not all {world} ranks of the trainer's process group met in attach() within {limit_s:g} s"
+    if missing:
+        told += f"; not called by rank(s) {', '.join(map(str, missing))}"
+    if gone:
+        told += f"; given up by rank(s) {', '.join(map(str, gone))}"
+    return f"{told}. Every rank has to call it, one that holds no weights too"
 
 
 def rank_and_world() -> tuple[int, int]:

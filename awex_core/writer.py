@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock
-from typing import Literal, overload
+from typing import Literal, get_args, overload
 
 from awex_core import stacks
 from awex_core.commit.digest import Lanes, digest_plan, pack_lanes, partial_digest
 from awex_core.commit.modes import VerifyMode, mode_of_version
-from awex_core.config import SyncConfig
-from awex_core.errors import AwexError, MetaServerError, Refused, SyncFailed, SyncTimeout, first_line
+from awex_core.config import SyncConfig, check_choice
+from awex_core.errors import (
+    AwexError,
+    Closed,
+    ConfigError,
+    MetaServerError,
+    Refused,
+    SyncFailed,
+    SyncTimeout,
+    first_line,
+)
 from awex_core.finite import ValueCheck
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Held, Memory, check_memory
@@ -35,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 _TELL_S = 5.0
 """How long a rank that cannot publish tries to tell the others."""
+
+ALONE_S = 60.0
+"""How often it is said that versions are published to nobody, in seconds."""
 
 _GRACE_S = 15.0
 """How much longer than the sync's own limit a writer waits for the meta server to say how it ended."""
@@ -171,6 +184,9 @@ class WeightWriter:
         self._pending: PendingSync | None = None
         self._base = _Base(why="it is the first version that this trainer publishes")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="awex-publish")
+        self._closed = False
+        self._alone_told = -math.inf
+        """When it was said last that no engine is there."""
 
     def _join(self) -> JoinReply:
         offer = self._offer  # the lease's thread joins again whenever it has to
@@ -265,7 +281,8 @@ class WeightWriter:
                 (``SyncConfig.snapshot``) says whether this call waits or, where no engine has begun, replaces it.
 
         Raises:
-            ConfigError: a pattern in ``only`` matches no tensor.
+            Closed: after ``close``.
+            ConfigError: a pattern in ``only`` matches no tensor, or another argument cannot be what it is.
             NonFinite: with ``nonfinite="refuse"``, some values are not finite.
             Fenced: the number is not new, or another run of the trainer has taken over.
             SyncFailed: fewer engines than the quorum committed; ``failed`` says why each did not. Also for an earlier
@@ -274,6 +291,7 @@ class WeightWriter:
             SyncTimeout: the outcome could not be learned within the limit; names who was waited for.
             TransferError: no memory for the copy.
         """
+        self._check_open()
         begun = time.monotonic()
         limit = timeout_s if timeout_s is not None else self.config.sync_timeout_s
         try:
@@ -305,6 +323,9 @@ class WeightWriter:
         self._leases.check(self._process.incarnation)
         # First, since it may be collective: whatever fails below, the other ranks do not wait in it.
         layout, live = self._settle()
+        check_choice("verify", verify, get_args(VerifyMode))
+        if quorum is not None and quorum < 0:
+            raise ConfigError(f"quorum must be a number of engines; got {quorum}")
         patterns = check_patterns(only, self._manifest)
         self._free_snapshot()
         if live is not self._live:
@@ -341,6 +362,7 @@ class WeightWriter:
                     view = self._serve(view, sync)
             sync = _sync_of(view, number)
             self._base = _base_of(sync)
+            self._look_for_engines(view, sync)
             return self._result(sync, quorum, time.monotonic() - begun)
         except SyncFailed:  # how it ended is known, and so is who holds it
             raise
@@ -585,6 +607,31 @@ class WeightWriter:
         if session is not None:
             session.close()
 
+    def _look_for_engines(self, view: JobView, sync: SyncView) -> None:
+        """Say, at once and then once a minute, that nobody was there, and where engines are."""
+        if sync.engines:
+            self._alone_told = -math.inf
+        elif self.rank == 0 and not sync.reason and time.monotonic() - self._alone_told >= ALONE_S:
+            self._alone_told = time.monotonic()
+            logger.warning("awex: version %s was published to nobody: %s", sync.version, self._why_alone(view))
+
+    def _why_alone(self, view: JobView) -> str:
+        here = f"job {self.config.job!r} on meta server {self.config.meta_server} has no live engine"
+        gone = [f"{name} ({len(engine.workers)} workers)" for name, engine in sorted(view.engines.items())]
+        if gone:
+            here += f", only some that are not complete or not heard of: {', '.join(gone)}"
+        try:
+            jobs = self._client.jobs(timeout_s=_TELL_S)
+        except MetaServerError as error:
+            return f"{here}; other jobs could not be asked for: {error}"
+        others = [f"{name!r} ({', '.join(live)})" for name, live in jobs.items() if live and name != self.config.job]
+        if not others:
+            return f"{here}, and no other job there has one; start engines with --weight-sync-backend=awex"
+        return (
+            f"{here}; jobs there that have: {', '.join(others)}. Give both sides the same name: --weight-sync-job,"
+            " AWEX_JOB"
+        )
+
     def _result(self, sync: SyncView, quorum: int | None, seconds: float) -> SyncResult:
         committed = tuple(sorted(name for name, engine in sync.engines.items() if engine.outcome == "committed"))
         failed = {name: engine.reason for name, engine in sync.engines.items() if engine.outcome != "committed"}
@@ -612,8 +659,10 @@ class WeightWriter:
         """Wait until ``count`` engines are live; returns their names.
 
         Raises:
+            Closed: after ``close``.
             SyncTimeout: fewer arrived in time; names those that did.
         """
+        self._check_open()
         seen: list[str] = []
 
         def enough(view: JobView) -> list[str] | None:
@@ -625,8 +674,18 @@ class WeightWriter:
         except SyncTimeout as error:
             raise SyncTimeout(f"{error}; live: {', '.join(seen) or 'none'}") from error
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("this rank has left the job by close(); attach again to publish more")
+
     def close(self) -> None:
-        """Leave the job, once engines are done with the snapshot. Engines keep serving the version they have."""
+        """Leave the job, once engines are done with the snapshot. Engines keep serving the version they have.
+
+        Safe to call twice.
+        """
+        if self._closed:
+            return
+        self._closed = True
         if self._pending is not None:
             try:
                 self._pending.release()

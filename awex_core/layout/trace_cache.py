@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from awex_core.errors import LayoutError
+from awex_core.errors import ConfigError, LayoutError
 from awex_core.layout.coverage import Gap
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.structure import structure_hash
@@ -49,11 +49,17 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Where traces are kept: ``AWEX_LAYOUT_CACHE``, or the user's cache folder; None if it is ``off``."""
+    """Where traces are kept: ``AWEX_LAYOUT_CACHE``, or the user's cache folder; None if it is ``off``.
+
+    Raises:
+        ConfigError: it is neither ``off`` nor an absolute path.
+    """
     environ = os.environ if environ is None else environ
     named = environ.get(VARIABLE, "")
     if named == "off":
         return None
+    if named and not Path(named).is_absolute():
+        raise ConfigError(f"{VARIABLE} must be off or the absolute path of a folder; got {named!r}")
     if named:
         return Path(named)
     home = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

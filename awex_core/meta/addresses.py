@@ -13,6 +13,11 @@ def split_addresses(text: str) -> list[str]:
     """
     addresses = [address.strip() for address in text.split(",")]
     for address in addresses:
+        if address.count(":") > 1 and not address.startswith("[") and "/" not in address:
+            raise ConfigError(
+                f"meta server address {address!r}: an IPv6 address stands in brackets before its port, for example"
+                " [::1]:8900"
+            )
         host, _, port = address.rpartition(":")
         number = port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 1 << 16
         if not host or "/" in address or not number:

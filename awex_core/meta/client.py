@@ -14,16 +14,19 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
+from awex_core.commit.modes import VerifyMode
 from awex_core.errors import Fenced, MetaServerError, Refused, SyncTimeout, Unauthorized, Unreachable
 from awex_core.layout import content_hash
 from awex_core.meta.addresses import split_addresses
 from awex_core.meta.messages import (
+    TOKEN_REMEDY,
     Announce,
     AskCopy,
     EngineOutcome,
@@ -34,6 +37,7 @@ from awex_core.meta.messages import (
     GiveUp,
     Heartbeat,
     HeartbeatReply,
+    JobList,
     JobStatus,
     JobView,
     JoinController,
@@ -82,6 +86,8 @@ BLOB_S = 5.0
 A server that was restarted hears of a member before that member has put its blobs again.
 """
 
+_JOBS = "/v1/jobs"
+
 _log = logging.getLogger(__name__)
 
 
@@ -102,7 +108,7 @@ class MetaClient:
         """Which of them is asked."""
         self.job = job
         self._timeout_s, self._tls = timeout_s, tls
-        self._path = f"/v1/jobs/{quote(job, safe='')}"
+        self._path = f"{_JOBS}/{quote(job, safe='')}"
         self._http = httpx.Client(
             verify=tls.client_context() if tls else False,
             headers={"authorization": f"Bearer {token}"},
@@ -219,6 +225,11 @@ class MetaClient:
         """What people are shown: the view, and the run that is still forming."""
         return _decode(self._send("GET", "").content, JobStatus, msgspec.json.decode)
 
+    def jobs(self, *, timeout_s: float) -> dict[str, list[str]]:
+        """The live engines of every job that the server serves at present."""
+        response = self._send("GET", _JOBS, limit_s=timeout_s, of_job=False)
+        return _decode(response.content, JobList, msgspec.json.decode).jobs
+
     # One sync
 
     def announce(
@@ -227,7 +238,7 @@ class MetaClient:
         number: int,
         *,
         timeout_s: float,
-        verify: str,
+        verify: VerifyMode,
         only: Sequence[str] = (),
         base: Version = INITIAL,
         whole_because: str = "",
@@ -309,7 +320,7 @@ class MetaClient:
 
     # From engine to engine
 
-    def ask_copy(self, incarnation: str, *, timeout_s: float, verify: str) -> None:
+    def ask_copy(self, incarnation: str, *, timeout_s: float, verify: VerifyMode) -> None:
         """Let this controller's engine take what another engine serves; it comes as a copy in the view.
 
         Raises:
@@ -399,12 +410,15 @@ class MetaClient:
         headers: dict[str, str] | None = None,
         once: bool = False,
         missing_ok: bool = False,
+        of_job: bool = True,
     ) -> httpx.Response:
         """Send until there is an answer or ``limit_s`` is over; the server may hold it back for ``wait_s`` of that."""
         limit_s = self._timeout_s + wait_s if limit_s is None else limit_s
         end = time.monotonic() + limit_s
+        path = self._path + path if of_job else path
         pause, tried = _Backoff(), 0
         put_off: MetaServerError | None = None
+        trouble: httpx.TransportError | None = None
         while True:
             asked = self._asked
             left = max(end - time.monotonic(), 0.001)
@@ -416,9 +430,11 @@ class MetaClient:
             except httpx.TransportError as error:
                 self._turn_from(asked)
                 tried += 1
+                # The last attempt may have had no time: what was met before that tells more.
+                if trouble is None or left > CONNECT_S or not isinstance(error, httpx.TimeoutException):
+                    trouble = error
                 if once or _is_final(error) or not self._again(tried, pause, end):
-                    # The last attempt may have had no time: what a server said before that tells more.
-                    raise put_off or Unreachable(self._silence(asked, limit_s, error)) from error
+                    raise put_off or Unreachable(self._silence(asked, limit_s, trouble)) from trouble
                 continue
             if response.is_success or (missing_ok and response.status_code == 404):
                 return response
@@ -437,7 +453,7 @@ class MetaClient:
                 raise put_off
 
     def _url(self, asked: int) -> str:
-        return f"{'https' if self._tls else 'http'}://{self._addresses[asked]}{self._path}"
+        return f"{'https' if self._tls else 'http'}://{self._addresses[asked]}"
 
     def _turn_from(self, asked: int) -> None:
         """Ask the next server from now on, unless another thread has turned away already."""
@@ -455,9 +471,14 @@ class MetaClient:
             f"meta server {self._addresses[asked]} did not answer within {limit_s:g} s ({_cause(error)});"
             " check --weight-sync-meta-server, and that `awex meta-server` runs there and is reachable"
         )
+        if self._tls is not None and _speaks_no_tls(error):
+            return (
+                f"meta server {self._addresses[asked]} does not speak TLS ({_cause(error)}), and this end is set to:"
+                f" start `awex meta-server` with {', '.join(VARIABLES.values())}, or unset these here"
+            )
         if self._tls is not None:
             return f"{told}, by TLS, with a certificate for this address that {self._tls.ca} has signed"
-        if isinstance(error, httpx.RemoteProtocolError):
+        if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
             return f"{told}; if it wants TLS, set {', '.join(VARIABLES.values())}"
         return told
 
@@ -580,6 +601,9 @@ def _decode(body: bytes, kind: type[Reply], decode: Callable[..., Any]) -> Reply
 
 def _refusal(response: httpx.Response, address: str) -> MetaServerError:
     """The exception for an answer that is not a success."""
+    if response.request.method == "HEAD" and response.status_code == HTTPStatus.UNAUTHORIZED:
+        # The answer to a HEAD request has no body that could say so.
+        return _unauthorized(address, f"wrong bearer token; {TOKEN_REMEDY}")
     try:
         reply = msgspec.msgpack.decode(response.content, type=ErrorReply)
     except msgspec.DecodeError:
@@ -588,17 +612,32 @@ def _refusal(response: httpx.Response, address: str) -> MetaServerError:
             f" {response.status_code}, which is not an answer of a meta server; check the address"
         )
     if reply.code == "unauthorized":
-        return Unauthorized(f"meta server {address}: {reply.message}")
+        return _unauthorized(address, reply.message)
     if reply.code == "fenced":
         return Fenced(reply.message)
     return Refused(reply.code, reply.message)
 
 
-def _is_final(error: BaseException | None) -> bool:
-    """Whether asking again is of no use: the server's certificate will be the same."""
-    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+def _unauthorized(address: str, why: str) -> Unauthorized:
+    return Unauthorized(f"meta server {address}: {why}")
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether asking again is of no use: the server's certificate will be the same, and so will its want of any."""
+    return isinstance(_tls_error(error), ssl.SSLCertVerificationError) or _speaks_no_tls(error)
+
+
+def _speaks_no_tls(error: BaseException) -> bool:
+    """Whether what came in place of a handshake is not TLS."""
+    found = _tls_error(error)
+    return found is not None and found.reason == "WRONG_VERSION_NUMBER"
+
+
+def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """What TLS said, beneath the errors of the layers above."""
+    while error is not None and not isinstance(error, ssl.SSLError):
         error = error.__cause__ or error.__context__
-    return error is not None
+    return error
 
 
 def _cause(error: httpx.TransportError) -> str:

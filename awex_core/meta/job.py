@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -147,6 +147,9 @@ class Jobs(Protocol):
             Refused: there is none and it is not to be made, or there is no room for it.
         """
 
+    def engines(self) -> dict[str, list[str]]:
+        """The live engines of each job that this server serves at present; of a job that cannot be told, none."""
+
     async def keep_time(self) -> None:
         """Apply leases and time limits, and forget jobs that everyone has left. Does not return."""
 
@@ -218,6 +221,9 @@ class MemoryJobs:
         self._jobs[name] = MemoryJob(name, self._lease_s, self._limits)
         return self._jobs[name]
 
+    def engines(self) -> dict[str, list[str]]:
+        return live_engines(self._jobs)
+
     async def keep_time(self) -> None:
         while True:
             await asyncio.sleep(min(0.5, self._lease_s / 10))
@@ -233,6 +239,15 @@ class MemoryJobs:
 
     async def stop(self) -> None:
         pass
+
+
+def live_engines(jobs: Mapping[str, Job]) -> dict[str, list[str]]:
+    """By the names of jobs, those of their live engines."""
+    found: dict[str, list[str]] = {name: [] for name in sorted(jobs)}
+    for name, live in found.items():
+        with contextlib.suppress(Refused):
+            live += sorted(jobs[name].store.live_engines())
+    return found
 
 
 def unknown_job(name: str) -> Refused:

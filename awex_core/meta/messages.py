@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from awex_core.commit.modes import LANES
+from awex_core.commit.modes import LANES, VerifyMode
 from awex_core.version import INITIAL, Version
 
 EngineState = Literal["ready", "updating", "torn", "refused", "unknown", "asleep"]
@@ -159,7 +159,7 @@ class SyncView(_Message, frozen=True):
     arrived: list[int]
     engines: dict[str, EngineSync]
     digests: dict[str, dict[int, bytes]]
-    verify: str
+    verify: VerifyMode
     remaining_s: float
     reason: str = ""
     only: list[str] = []
@@ -284,7 +284,7 @@ class Announce(_Message, frozen=True):
     incarnation: str
     number: int
     timeout_s: float
-    verify: str
+    verify: VerifyMode
     only: list[str] = []
     base: Version = INITIAL
     whole_because: str = ""
@@ -372,7 +372,7 @@ class AskCopy(_Message, frozen=True):
 
     incarnation: str
     timeout_s: float
-    verify: str
+    verify: VerifyMode
 
 
 class Lend(_Message, frozen=True):
@@ -402,6 +402,16 @@ class GetReply(_Message, frozen=True):
 
 class Ok(_Message, frozen=True):
     pass
+
+
+class JobList(_Message, frozen=True):
+    """The jobs that a server serves at present: by name, their live engines."""
+
+    jobs: dict[str, list[str]]
+
+
+TOKEN_REMEDY = "give clients the server's token (AWEX_TOKEN or AWEX_TOKEN_FILE)"
+"""What to do about a token that the meta server does not take."""
 
 
 class ErrorReply(_Message, frozen=True):

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from awex_core.meta.messages import ErrorReply, JobStatus
+from awex_core.meta.messages import ErrorReply, JobList, JobStatus
 from awex_core.meta.requests import REPLIES, REQUESTS
 
 MSGPACK, JSON, BYTES = "application/msgpack", "application/json", "application/octet-stream"
@@ -37,7 +37,7 @@ _MSGPACK_BYTES, _JSON_BYTES = {"type": "string", "format": "binary"}, {"type": "
 def describe() -> dict[str, Any]:
     """The document: every path, what it takes, and what it answers. Nothing in it depends on a server's state."""
     kinds = [*REQUESTS.values(), *dict.fromkeys(REPLIES.values()), ErrorReply]
-    schemas = _components(kinds, "", _MSGPACK_BYTES) | _components([JobStatus], "Json", _JSON_BYTES)
+    schemas = _components(kinds, "", _MSGPACK_BYTES) | _components([JobStatus, JobList], "Json", _JSON_BYTES)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -50,6 +50,7 @@ def describe() -> dict[str, Any]:
         "paths": {
             "/health": {"get": _open("Whether the server is up", {"type": "object"})},
             "/v1/openapi.json": {"get": _open("This document", {"type": "object"})},
+            "/v1/jobs": {"get": _operation("The jobs and their live engines", _json("JsonJobList"))},
             "/v1/jobs/{job}": {
                 "parameters": [_job()],
                 "get": _operation("The job, for people", _json("JsonJobStatus")),

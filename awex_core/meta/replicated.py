@@ -24,7 +24,7 @@ import time
 import msgspec
 
 from awex_core.errors import AwexError, MetaServerError, Refused
-from awex_core.meta.job import Job, too_many_jobs, unknown_job
+from awex_core.meta.job import Job, live_engines, too_many_jobs, unknown_job
 from awex_core.meta.limits import Limits
 from awex_core.meta.machine import TICK, Begin, Entry, Machine, Outcome
 from awex_core.meta.redis_store import STORE_S, Logged, RedisStore, Snapshot
@@ -313,6 +313,9 @@ class LoggedJobs:
             job = self._jobs[name] = LoggedJob(name, self._redis, self._limits)
             job.start()
         return job
+
+    def engines(self) -> dict[str, list[str]]:
+        return live_engines(self._jobs)
 
     async def keep_time(self) -> None:
         while True:

@@ -3,6 +3,7 @@
     POST /v1/jobs/{job}/{request}       one request of ``messages``, by its snake_case name
     PUT, GET, HEAD /v1/jobs/{job}/blobs/{hash}   raw bytes, named by their ``content_hash``
     GET  /v1/jobs/{job}                 the job in JSON, for people
+    GET  /v1/jobs                       the jobs and their live engines in JSON
     GET  /health, /v1/openapi.json      no token needed
 
 Everything is in memory, and after a restart members are told to join again, and do; or jobs are kept in a
@@ -21,12 +22,12 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -35,7 +36,7 @@ from awex_core.layout import content_hash
 from awex_core.meta import messages
 from awex_core.meta.job import Job, Jobs, MemoryJobs
 from awex_core.meta.limits import Limits
-from awex_core.meta.messages import ErrorReply
+from awex_core.meta.messages import TOKEN_REMEDY, ErrorReply, JobList
 from awex_core.meta.openapi import BLOB_PATTERN, JOB_PATTERN, STATUS_OF, describe
 from awex_core.meta.requests import JOINS, REQUESTS, decode_request
 from awex_core.meta.tls import Tls
@@ -46,6 +47,9 @@ DEFAULT_MAX_BODY = 128 << 20
 
 MAX_MESSAGE = 16 << 20
 """Largest msgpack body, in bytes."""
+
+LAST_BODY_S = 0.5
+"""How long a server that is being stopped waits for the rest of a body, in seconds."""
 
 _JOB_NAME = re.compile(JOB_PATTERN)
 _BLOB_NAME = re.compile(BLOB_PATTERN)
@@ -64,11 +68,24 @@ class _Service:
         self._expected = f"Bearer {token}".encode()
         self._max_body = max_body
         self._jobs = jobs
+        self._reading: set[asyncio.Task[Any] | None] = set()
+        """Requests whose bodies are on their way."""
+
+    def close(self) -> None:
+        """Answer all long polls, and soon those whose body does not come."""
+        self._jobs.close()
+        asyncio.get_running_loop().call_later(LAST_BODY_S, self._end_reading)
+
+    def _end_reading(self) -> None:
+        for request in self._reading:
+            if request is not None:
+                request.cancel()
 
     def routes(self) -> list[Route]:
         return [
             Route("/health", _health, methods=["GET"]),
             Route("/v1/openapi.json", _description, methods=["GET"]),
+            Route("/v1/jobs", self._guarded(self._list), methods=["GET"]),
             Route("/v1/jobs/{job}", self._guarded(self._status), methods=["GET"]),
             Route("/v1/jobs/{job}/{request}", self._guarded(self._request), methods=["POST"]),
             Route("/v1/jobs/{job}/blobs/{hash}", self._guarded(self._put_blob), methods=["PUT"]),
@@ -76,16 +93,24 @@ class _Service:
         ]
 
     def _guarded(self, handler: _Handler) -> _Handler:
-        """Check the token and the job's name first, and turn refusals into replies."""
+        """Check the token and the job's name first, and turn refusals into replies.
+
+        Clients that hang up and servers that are stopped are no errors of the server's: nothing is logged of them.
+        """
 
         async def guarded(request: Request) -> Response:
             try:
                 self._check_token(request)
-                _check_name(request.path_params["job"])
+                if "job" in request.path_params:
+                    _check_name(request.path_params["job"])
                 return await handler(request)
             except (Refused, Fenced) as refusal:
                 code = refusal.code if isinstance(refusal, Refused) else "fenced"
                 return _error(code, str(refusal))
+            except ClientDisconnect:
+                return Response(status_code=400)  # which nobody reads
+            except asyncio.CancelledError:  # by ``close``, or by uvicorn where a store has not answered until the end
+                return _error("unavailable", "the meta server is being stopped")
 
         return guarded
 
@@ -93,7 +118,7 @@ class _Service:
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, self._expected):
             what = "wrong bearer token" if given else "no bearer token"
-            raise Refused("unauthorized", f"{what}; give clients the server's token (AWEX_TOKEN or AWEX_TOKEN_FILE)")
+            raise Refused("unauthorized", f"{what}; {TOKEN_REMEDY}")
 
     async def _job(self, request: Request, *, create: bool) -> Job:
         return await self._jobs.find(request.path_params["job"], create=create)
@@ -131,18 +156,29 @@ class _Service:
         job = await self._job(request, create=False)
         return Response(msgspec.json.encode(await job.status()), media_type="application/json")
 
+    async def _list(self, _: Request) -> Response:
+        return Response(msgspec.json.encode(JobList(jobs=self._jobs.engines())), media_type="application/json")
+
     async def _body(self, request: Request, limit: int) -> bytes:
         """The body, given up on as soon as it is known to pass ``limit`` bytes."""
         size = request.headers.get("content-length", "0")
         if size.isascii() and size.isdigit() and (len(size) > 18 or int(size) > limit):
             raise Refused("too_large", f"body of {size} bytes; at most {limit} are taken")
-        chunks, total = [], 0
-        async for chunk in request.stream():
-            total += len(chunk)
-            if total > limit:
-                raise Refused("too_large", f"the body passes {limit} bytes, the most that is taken")
-            chunks.append(chunk)
-        return b"".join(chunks)
+        self._reading.add(asyncio.current_task())
+        try:
+            return await _read(request, limit)
+        finally:
+            self._reading.discard(asyncio.current_task())
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    chunks, total = [], 0
+    async for chunk in request.stream():
+        total += len(chunk)
+        if total > limit:
+            raise Refused("too_large", f"the body passes {limit} bytes, the most that is taken")
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def create_app(
@@ -171,7 +207,7 @@ def create_app(
         await jobs.stop()
 
     app = Starlette(routes=service.routes(), lifespan=lifespan)
-    app.state.close = jobs.close
+    app.state.close = service.close
     return app
 
 
@@ -292,11 +328,18 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        family, where = _place(host.removeprefix("[").removesuffix("]"), port)
+        return socket.create_server(where, family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from error
+
+
+def _place(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """The address of a name, in IPv4 if it has one there, as ``localhost`` does; of an empty name, every address."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, *_, where = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return family, where
 
 
 def _check_settings(token: str, lease_s: float) -> None:

@@ -99,6 +99,10 @@ class JobStore:
     def revision(self) -> int:
         return self._pulse.revision
 
+    def live_engines(self) -> list[str]:
+        """Names of the engines that a version would wait for."""
+        return [name for name, engine in self._engines.by_name.items() if engine.live]
+
     def view(self, now: float) -> JobView:
         """The job as every member sees it: only those whose lease has not lapsed."""
         sync, last = self._versions.sync, self._versions.last

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from awex_core.commit.modes import VerifyMode
 from awex_core.errors import Refused
 from awex_core.meta.engines import Engine
 from awex_core.meta.limits import MAX_REASON
@@ -39,7 +40,7 @@ class Sync:
     """
 
     version: Version
-    verify: str
+    verify: VerifyMode
     only: tuple[str, ...]
     base: Version | None
     """The version before it in this epoch, which an engine must serve to be sent ``only`` some tensors."""
@@ -327,7 +328,7 @@ class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What a ``Sync`` knows by itself: all but the job's engines and pulse."""
 
     version: Version
-    verify: str
+    verify: VerifyMode
     only: tuple[str, ...]
     base: Version | None
     timeout_s: float

@@ -8,6 +8,7 @@ from typing import Any
 
 from awex_core import options
 from awex_core.errors import ConfigError
+from awex_core.variables import check_names
 from sglang_awex.refusals import check_settings
 
 
@@ -15,8 +16,9 @@ def enabled() -> bool:
     """Whether weight sync is asked for: by the flag, or by ``AWEX_BACKEND=awex`` for an offline engine.
 
     Raises:
-        ConfigError: another backend is asked for.
+        ConfigError: another backend is asked for, or a variable is misspelt.
     """
+    check_names()
     backend = os.environ.get("AWEX_BACKEND", "")
     if backend not in ("", "awex"):
         raise ConfigError(f"AWEX_BACKEND must be awex, got {backend!r}")

@@ -104,7 +104,7 @@ def test_the_description_is_served_to_everyone(server: MetaServer) -> None:
 
 def test_the_description_has_every_request() -> None:
     assert {f"POST /v1/jobs/{{job}}/{name}" for name in REQUESTS} < set(OPERATIONS)
-    assert len(OPERATIONS) == len(REQUESTS) + 6
+    assert len(OPERATIONS) == len(REQUESTS) + 7
 
 
 @pytest.mark.parametrize(

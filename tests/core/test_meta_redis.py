@@ -67,6 +67,14 @@ def port_of(server: MetaServer) -> int:
     return int(server.address.rpartition(":")[2])
 
 
+def test_jobs_are_listed_by_the_server_that_serves_them(serve: Callable[..., MetaServer]) -> None:
+    first, second = serve(), serve()
+    with client_of(first) as client, client_of(second) as idle:
+        client.join_worker(worker())
+        client.join_controller("e", process("c"))
+        assert client.jobs(timeout_s=5) == {"job": ["e"]} and idle.jobs(timeout_s=5) == {}
+
+
 def begin_version(client: MetaClient) -> None:
     """Two writer ranks, an engine, and a version that waits for the second rank."""
     for rank in (0, 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -90,9 +91,14 @@ def test_a_wrong_or_missing_token_is_refused(server, token):
     assert TOKEN not in message
 
 
-def test_the_client_raises_unauthorized(server):
-    with MetaClient(server.address, "job", "wrong") as client, pytest.raises(Unauthorized, match="wrong bearer token"):
-        client.watch()
+@pytest.mark.parametrize(
+    "ask", [MetaClient.watch, lambda client: client.put_blob(b"layout")], ids=["with a body", "HEAD"]
+)
+def test_the_client_raises_unauthorized(server, ask):
+    """Also where the answer, to a HEAD request, has no body: a writer's first question is one."""
+    with MetaClient(server.address, "job", "wrong") as client:
+        with pytest.raises(Unauthorized, match="wrong bearer token; give clients the server's token"):
+            ask(client)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +145,18 @@ def test_an_oversized_body_without_a_length_is_refused_while_it_streams(server):
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
+def test_jobs_are_listed_with_their_live_engines(server, client):
+    assert client.jobs(timeout_s=5) == {}
+    client.join_writer(writer())
+    with MetaClient(server.address, "other", TOKEN) as other:
+        other.join_worker(worker("k1", "whole"))
+        other.join_controller("whole", process("c1"))
+        other.join_worker(worker("k2", "no controller"))
+        assert client.jobs(timeout_s=5) == other.jobs(timeout_s=5) == {"job": [], "other": ["whole"]}
+    with MetaClient(server.address, "job", "wrong") as stranger, pytest.raises(Unauthorized):
+        stranger.jobs(timeout_s=5)
+
+
 def test_an_unknown_job_is_named(client):
     with pytest.raises(Refused, match="unknown job 'job': nobody has joined it; check --weight-sync-job"):
         client.watch()
@@ -167,9 +185,70 @@ def test_an_older_version_is_fenced(client):
         client.announce("w", 4, timeout_s=5, verify="off")
 
 
+def send_half_a_request(server: MetaServer) -> socket.socket:
+    """A connection on which a body of 100 bytes was announced, and 3 came."""
+    host, port = server.address.split(":")
+    connection = socket.create_connection((host, int(port)))
+    head = f"POST /v1/jobs/job/join_writer HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n"
+    connection.sendall(f"{head}content-length: 100\r\n\r\nabc".encode())
+    return connection
+
+
+@pytest.fixture
+def logged():
+    """Names and messages of what uvicorn and the server log at ERROR from here on."""
+    records: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: records.append(f"{record.name}: {record.getMessage()}")
+    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "awex_core")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield records
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+def test_a_client_that_hangs_up_is_no_error(server, client, logged):
+    connection = send_half_a_request(server)
+    time.sleep(0.2)  # the request is being handled
+    connection.close()
+    client.join_writer(writer())
+    until(lambda: not server._server.server_state.tasks)
+    assert logged == []
+
+
+def test_a_server_that_is_stopped_waits_for_no_body_and_logs_no_error(logged):
+    with MetaServer(TOKEN) as server, send_half_a_request(server) as connection:
+        until(lambda: server._server.server_state.tasks)
+        begin = time.monotonic()
+        server.stop()
+        assert time.monotonic() - begin < 1.9
+        answer = connection.recv(1000)
+    assert b"503" in answer.partition(b"\r\n")[0] and b"is being stopped" in answer
+    assert logged == []
+
+
 def test_an_address_without_a_port_is_a_config_error():
     with pytest.raises(ConfigError, match="is not HOST:PORT"):
         MetaClient("localhost", "job", TOKEN)
+
+
+def test_a_name_that_has_an_ipv6_address_only(monkeypatch):
+    look_up = socket.getaddrinfo
+
+    def getaddrinfo(host, port, *args, **kwargs):
+        return look_up("::1" if host == "six.test" else host, port, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    for host in ("six.test", "::1", "[::1]"):
+        with MetaServer(TOKEN, host=host) as server, MetaClient(server.address, "job", TOKEN) as client:
+            assert server.address.startswith("[::1]:")
+            client.check()
+
+
+def test_a_host_that_is_none_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.invalid:0: .*; choose another --host"):
+        MetaServer(TOKEN, host="no.such.invalid")
 
 
 def test_a_taken_port_is_a_config_error(server):

@@ -233,7 +233,7 @@ def test_differences_to_the_checkpoint_are_listed_in_one_message(tmp_path: Path)
     assert "block.up.weight: the trainer has shape (6, 4), the checkpoint (6, 5)" in message
     assert "float8_e4m3fn; quantize='fp8_block' would convert it" in message
     extra = checkpoint(tmp_path, block__up__weight=None)
-    with pytest.raises(LayoutError, match=r"block\.up\.weight: only the trainer has it"):
+    with pytest.raises(LayoutError, match=r"block\.up\.weight: only the trainer has it; .*map it to None"):
         extra.check(describe(Tiny(), extra).tensors)
 
 
@@ -259,6 +259,65 @@ def test_what_has_no_memory_of_its_own_is_refused() -> None:
         describe(nn.ParameterDict({"w": nn.Parameter(negated)}), Checkpoint({}))
     with pytest.raises(LayoutError, match="no parameters"):
         describe(nn.ReLU(), Checkpoint({}))
+
+
+class Adapted(nn.Module):
+    """A linear layer as PEFT wraps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(4, 6, bias=False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 6, bias=False)})
+
+
+def adapted() -> nn.Module:
+    model = Tiny()
+    model.block.up = Adapted()  # type: ignore[assignment]
+    return nn.ModuleDict({"base_model": nn.ModuleDict({"model": model})})
+
+
+def without_adapter(name: str) -> str | None:
+    return None if "lora_" in name else name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
+def test_adapters_are_named_for_what_they_are(tmp_path: Path) -> None:
+    module = adapted()
+    with pytest.raises(LayoutError) as raised:
+        describe(module, Checkpoint({}))
+    message = str(raised.value)
+    assert "3 parameters are of an adapter (PEFT, LoRA) or lie under one; merge it into the base weights" in message
+    assert "base_model.model.block.up.lora_A.default.weight" in message
+    with pytest.raises(LayoutError, match="of an adapter"):
+        describe(module, checkpoint(tmp_path))
+    described = describe(module, checkpoint(tmp_path), without_adapter)
+    assert names_of(described) == set(TINY), "merged in place and left out"
+
+
+def test_adapters_that_the_checkpoint_itself_has_are_published(tmp_path: Path) -> None:
+    """As those of Phi-4-multimodal, which are part of the model."""
+    whole = {name: tensor.detach().clone() for name, tensor in adapted().named_parameters()}
+    save_file({name: tensor for name, tensor in whole.items() if "lm_head" not in name}, tmp_path / "m.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert any("lora_A" in name for name in names_of(describe(adapted(), Checkpoint.read(tmp_path))))
+
+
+def test_placeholders_are_named_for_what_they_are() -> None:
+    module = Tiny()
+    weight = module.block.up.weight
+    weight.ds_id, weight.data = 7, torch.empty(0)  # type: ignore[attr-defined]
+    with pytest.raises(
+        LayoutError, match=r"block\.up\.weight: it is a placeholder of DeepSpeed's ZeRO stage 3.*stage 1"
+    ):
+        describe(module, Checkpoint({}))
+    weight.data = torch.zeros(6, 4)  # as within GatheredParameters: the memory is gone after it
+    with pytest.raises(LayoutError, match="ZeRO stage 3"):
+        describe(module, Checkpoint({}))
+    module.block.up.weight = nn.Parameter(torch.empty(0))
+    with pytest.raises(LayoutError, match=r"block\.up\.weight: it has no elements here"):
+        describe(module, Checkpoint({}))
+    left_out = {name: None if "block" in name else name for name in module.state_dict()}
+    assert names_of(describe(module, Checkpoint({}), left_out)) == {"embed_tokens.weight"}
 
 
 def test_names_that_do_not_fit_are_refused() -> None:

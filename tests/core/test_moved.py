@@ -323,6 +323,19 @@ def test_the_same_object_is_given_as_long_as_nothing_moves() -> None:
     assert described.settle() is second
 
 
+def test_other_strides_at_the_same_address_are_another_layout() -> None:
+    """A square matrix that is transposed in place: address, shape and type stay what they were."""
+    module = nn.Linear(4, 4, bias=False)
+    described = describe(module, Checkpoint({}))
+    layout, memory = described.settle()
+    module.weight.data = module.weight.data.t()
+    moved, same = described.settle()
+    assert memory.addresses == same.addresses
+    (shard,) = moved.shards()
+    view = same.view(shard.buffer, shard.offset, shard.extent, shard.stride, torch.float32)
+    assert moved != layout and torch.equal(view, module.weight)
+
+
 def test_parameters_that_come_and_go_are_named() -> None:
     module = Net()
     described = describe(module, Checkpoint({}))

@@ -24,7 +24,7 @@ from awex_core import writer as writer_module
 from awex_core.config import SyncConfig
 from awex_core.controller import EngineController
 from awex_core.engine import LoaderPathModule
-from awex_core.errors import ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout, TransferError
+from awex_core.errors import Closed, ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout, TransferError
 from awex_core.layout.live import Held, ShardCollector
 from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import JobView
@@ -313,6 +313,62 @@ def test_without_any_engine_a_version_is_published_to_nobody(make_trainer: Calla
     assert trainer.write(1).committed == ()
     with pytest.raises(SyncFailed, match="0 of 1"):
         trainer.write(2, quorum=1)
+
+
+def test_who_publishes_to_nobody_is_told_at_once_and_each_minute_and_where_engines_are(
+    config: SyncConfig,
+    loop: Loop,
+    make_trainer: Callable[..., Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def told() -> list[str]:
+        messages = [r.getMessage() for r in caplog.records if "published to nobody" in r.message]
+        caplog.clear()
+        return messages
+
+    trainer = make_trainer(config=replace(config, job="train"))
+    trainer.write(1)
+    (first,) = told()
+    assert "version 1.1 was published to nobody: job 'train' on meta server" in first
+    assert "no other job there has one; start engines" in first
+    loop.engine("stray", 1, config)
+    trainer.write(2)
+    assert told() == [], "it has been said less than a minute ago"
+    monkeypatch.setattr("awex_core.writer.ALONE_S", 0.0)
+    trainer.write(3)
+    (third,) = told()
+    assert f"jobs there that have: '{config.job}' (stray). Give both sides the same name: --weight-sync-job" in third
+
+    monkeypatch.undo()
+    late = loop.engine("late", 1, replace(config, job="train"))
+    trainer.write(4)
+    assert holds(late, trainer.weights) and told() == []
+    loop.stop(late)
+    trainer.write(5)
+    assert len(told()) == 1, "at once again"
+
+
+@pytest.mark.parametrize("wrong", [{"verify": "Full"}, {"quorum": -1}])
+def test_arguments_that_cannot_be_are_refused_before_anything_is_announced(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], wrong: dict[str, Any]
+) -> None:
+    engine = loop.engine("e", 1, config)
+    trainer = make_trainer()
+    (name,) = wrong
+    for call in trainer.start(1, **wrong):
+        with pytest.raises(ConfigError, match=f"{name} must be "):
+            call.result(60)
+    assert engine.events == [] and trainer.write(1).committed == ("e",)
+
+
+def test_after_close_a_writer_says_so(make_trainer: Callable[..., Trainer]) -> None:
+    writer = make_trainer(world=1).writers[0]
+    writer.close()
+    writer.close()
+    for call in (lambda: writer.write_weights(1), lambda: writer.wait_for_engines(1, timeout_s=1)):
+        with pytest.raises(Closed, match=r"left the job by close\(\); attach again"):
+            call()
 
 
 @pytest.mark.parametrize("verify", ["off", "sampled", "full"])

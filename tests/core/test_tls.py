@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from awex_core.config import SyncConfig
@@ -72,11 +75,30 @@ def test_a_server_for_another_address_is_not_trusted(tmp_path: Path, ours: Autho
 
 
 def test_a_server_without_tls_is_not_asked_in_plain_text(ours: Authority) -> None:
+    """And not asked again: what it speaks stays the same."""
+    remedy = "start `awex meta-server` with AWEX_TLS_CA, AWEX_TLS_CERT, AWEX_TLS_KEY, or unset these here"
+    begun = time.monotonic()
     with (
         MetaServer(TOKEN) as server,
-        MetaClient(server.address, "job", TOKEN, timeout_s=20, tls=ours.issue("client")) as client,
-        pytest.raises(Unreachable, match="wrong version number"),
+        MetaClient(server.address, "job", TOKEN, timeout_s=60, tls=ours.issue("client")) as client,
+        pytest.raises(Unreachable, match=rf"does not speak TLS \(wrong version number.*{remedy}"),
     ):
+        client.check()
+    assert time.monotonic() - begun < 30
+
+
+def test_a_last_attempt_without_time_does_not_hide_what_was_met_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server hangs up, as one that wants TLS does; the last attempt has a millisecond."""
+    errors = iter([httpx.RemoteProtocolError("Server disconnected")])
+
+    def request(*_: Any, timeout: httpx.Timeout, **__: Any) -> httpx.Response:
+        raise next(errors, httpx.ConnectTimeout("timed out"))
+
+    with (
+        MetaClient("127.0.0.1:1", "job", TOKEN, timeout_s=0.3) as client,
+        pytest.raises(Unreachable, match=r"\(server disconnected\).*if it wants TLS, set AWEX_TLS_CA"),
+    ):
+        monkeypatch.setattr(client._http, "request", request)
         client.check()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from awex_core.errors import ConfigError
 from awex_core.layout import CanonicalTensor, encode_layout
 from awex_core.layout.trace import Trace
 from awex_core.layout.trace_cache import VARIABLE, cache_folder, trace_model
@@ -142,3 +143,6 @@ def test_where_traces_are_kept() -> None:
     assert cache_folder({VARIABLE: "/a/b"}) == Path("/a/b")
     assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/awex/layouts")
     assert cache_folder({}) == Path.home() / ".cache/awex/layouts"
+    for other in ("OFF", "false", "layouts"):
+        with pytest.raises(ConfigError, match=f"must be off or the absolute path of a folder; got '{other}'"):
+            cache_folder({VARIABLE: other})

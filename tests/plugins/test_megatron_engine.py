@@ -90,7 +90,7 @@ def test_model_and_checkpoint_must_agree_on_tied_embeddings():
 def test_ranks_that_fail_tell_the_others(monkeypatch):
     """A rank that cannot attach makes all of them raise, instead of leaving them to wait for it."""
     theirs = trainer._Offer("run", encode_manifest(()), "no such layer")
-    monkeypatch.setattr(trainer, "all_gather_bytes", lambda mine: [mine, msgspec.msgpack.encode(theirs)])
+    monkeypatch.setattr(trainer, "all_gather_bytes", lambda mine, limit_s: [mine, msgspec.msgpack.encode(theirs)])
     with pytest.raises(LayoutError, match=r"1 of 2 trainer ranks cannot attach\n.*rank 1: no such layer"):
         trainer.share()
 
@@ -104,7 +104,7 @@ def test_a_failing_rank_raises_its_own_error():
 
 def test_ranks_that_disagree_about_a_tensor_are_refused(monkeypatch):
     theirs = trainer._Offer("run", encode_manifest((CanonicalTensor("a", (2, 3), "float32"),)), "")
-    monkeypatch.setattr(trainer, "all_gather_bytes", lambda mine: [mine, msgspec.msgpack.encode(theirs)])
+    monkeypatch.setattr(trainer, "all_gather_bytes", lambda mine, limit_s: [mine, msgspec.msgpack.encode(theirs)])
     with pytest.raises(LayoutError, match="disagree"):
         trainer.share([CanonicalTensor("a", (2, 4), "float32")])
 
