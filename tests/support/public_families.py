@@ -3,31 +3,53 @@
     python -m tests.support.public_families OUT_DIR --kind falcon-h1 --seed 1
 
 Each is what ``transformers.AutoConfig.for_model`` takes, and whether the model is
-a causal one or one of images and text. Imports neither torch nor an engine until
-a checkpoint is made.
+a causal one or one of images and text. Published checkpoints differ from what
+transformers writes in some fields of ``config.json`` and in some names, which
+engines read: these are given too. Imports neither torch nor an engine until a
+checkpoint is made.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 _FILE = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)
 class Public:
-    """A family: its model type, the class of transformers that makes it, and its configuration."""
+    """A family: its model type, the class of transformers that makes it, and its configuration.
+
+    ``published`` is what the published ``config.json`` has besides, ``renamed`` which parts of tensors' names are
+    others in the published checkpoint, and ``transposed`` the ends of names of tensors that it has the other way.
+    """
 
     model_type: str
     auto: str
     fields: dict[str, Any]
+    published: dict[str, Any] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    transposed: tuple[str, ...] = ()
+
+    def as_published(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """A tensor as the published checkpoint has it."""
+        turned = tensor.mT.contiguous() if name.endswith(self.transposed) else tensor
+        for ours, theirs in self.renamed.items():
+            name = name.replace(ours, theirs)
+        return name, turned
 
 
-PUBLIC = {name: Public(**entry) for name, entry in json.loads(_FILE.read_text()).items()}
+PUBLIC = {
+    name: Public(**entry | {"transposed": tuple(entry.get("transposed", ()))})
+    for name, entry in json.loads(_FILE.read_text()).items()
+}
 
 
 def make_public(out: Path | str, kind: str, *, dtype: str = "bfloat16", seed: int = 0, **sizes: Any) -> Path:
@@ -51,8 +73,16 @@ def make_public(out: Path | str, kind: str, *, dtype: str = "bfloat16", seed: in
     for name, tensor in sorted(tensors.items()):
         if tensor.is_floating_point():  # what an initialiser makes uniform would hide a tensor in the wrong place
             tensors[name] = (tensor.float() + 0.1 * torch.randn(tensor.shape, generator=random)).to(tensor.dtype)
-    save_file(tensors, file, {"format": "pt"})
+    save_file(dict(family.as_published(*named) for named in tensors.items()), file, {"format": "pt"})
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(_merged(written, family.published), indent=1))
     return path
+
+
+def _merged(fields: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a configuration with more, also of the configurations in it."""
+    inner = {name: _merged(fields[name], value) for name, value in more.items() if isinstance(fields.get(name), dict)}
+    return fields | more | inner
 
 
 def main() -> None:

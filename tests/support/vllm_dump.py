@@ -15,7 +15,7 @@ from tests.support.engine_dump import linear_output
 _DEPTH = 5
 """Attributes of attributes that are looked through: layer, method, kernel, its experts, their quantisation config."""
 
-_NOT_WEIGHTS = ("kv_cache", "_q_scale_float", "k_cache")
+_NOT_WEIGHTS = ("kv_cache", "_q_scale_float", "k_cache", "topk_indices_buffer")
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -51,6 +51,25 @@ def start() -> None:
     import vllm.model_executor.model_loader  # noqa: F401 - imported once, before forking
 
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does; there is none
+    _lend_what_gpus_have()
+
+
+def _lend_what_gpus_have() -> None:
+    """Some models name kernels when they are made that no CPU has. Nothing is computed with them here."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.triton_utils import triton
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    init_workspace_manager(torch.device("cpu"))
+    if not hasattr(triton, "set_allocator"):
+        triton.set_allocator = lambda _: None
+    choose = CpuPlatform.get_attn_backend_cls
+
+    def backend(*args: Any, attn_selector_config: Any, **kwargs: Any) -> str:
+        sparse = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+        return sparse if attn_selector_config.use_sparse else str(choose(*args, attn_selector_config, **kwargs))
+
+    CpuPlatform.get_attn_backend_cls = staticmethod(backend)
 
 
 def prepare(checkpoint: Path) -> None:
@@ -91,6 +110,7 @@ def built(cell: Cell, checkpoint: Path, place: Place, *, follows: bool) -> Itera
         quantization=cell.online or None,
         moe_backend="triton" if fp8 else "auto",
         enforce_eager=True,
+        enable_prefix_caching=False,  # a CPU has none, and some models' configurations are checked before it says so
         max_model_len=256,
         distributed_executor_backend="mp" if layout.world > 1 else None,
     )
