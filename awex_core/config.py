@@ -12,8 +12,8 @@ from awex_core.commit.modes import NonFiniteMode, ReceiveMode, ShadowFallback, S
 from awex_core.errors import ConfigError
 from awex_core.meta.addresses import split_addresses
 from awex_core.meta.tls import Tls
-from awex_core.pairing import TransportName
 from awex_core.token import require_token
+from awex_core.transfer.settings import transport_settings
 from awex_core.variables import check_names
 
 _NAMES = {
@@ -57,7 +57,8 @@ class SyncConfig:
     meta_server: str
     token: str
     job: str = "default"
-    transport: TransportName = "auto"
+    transport: str = "auto"
+    """``auto`` for the cheapest that serves each pair of ranks, else one by name: ``shm``, ``ipc``, ``nccl``."""
     verify: VerifyMode = "full"
     verify_full_every: int = 32
     """With ``sampled``, versions whose number is a multiple of this are verified in full; 0: none."""
@@ -89,7 +90,7 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         split_addresses(self.meta_server)
-        check_choice("transport", self.transport, get_args(TransportName))
+        check_choice("transport", self.transport, transport_settings())
         check_choice("verify", self.verify, get_args(VerifyMode))
         check_choice("snapshot", self.snapshot, get_args(SnapshotMode))
         check_choice("nonfinite", self.nonfinite, get_args(NonFiniteMode))

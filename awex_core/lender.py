@@ -22,7 +22,7 @@ from awex_core.meta.messages import CopyView, JobView, Resend, SyncView, WorkerI
 from awex_core.plan import SourceIndex, index_sources
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced, sources_of
 from awex_core.transfer.base import Deadline, Progress
-from awex_core.transfer.export import encode_endpoint, export_memory
+from awex_core.transfer.registry import Exports
 from awex_core.version import Version
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,8 @@ class Lender:
         self._reading, self._prove = reading, prove
         self._session: WriterSession | None = None
         self._layouts, self._client, self._config = layouts, client, config
-        self._export = export_memory(memory)
-        if self._export is not None:  # not in ``run``, which might begin after ``let_go``
-            self._export.hold(version.number)
+        self._exports = Exports(memory)
+        self._exports.hold(version.number)  # not in ``run``, which might begin after ``let_go``
 
     def run(self) -> None:
         """Offer the weights, serve them, publish their digest, stay until the copy is over. Raises nothing."""
@@ -80,8 +79,7 @@ class Lender:
 
     def let_go(self) -> None:
         """The weights are about to change."""
-        if self._export is not None:
-            self._export.let_go()
+        self._exports.let_go()
 
     def stop(self) -> None:
         """From another thread: end what is being sent, soon."""
@@ -98,14 +96,14 @@ class Lender:
     def _serve(self, copy: CopyView) -> None:
         deadline = Deadline.after(copy.sync.remaining_s)
         worker, incarnation = self._worker, self._worker.process.incarnation
-        endpoint = self._client.put_blob(encode_endpoint(self._export))
+        endpoints = {name: self._client.put_blob(data) for name, data in self._exports.encode().items()}
         info = WriterInfo(
             rank=worker.rank,
             world=worker.world,
             run=f"{worker.engine} to {self._target}",
             process=worker.process,
             layout=worker.layout,
-            endpoint=endpoint,
+            endpoints=endpoints,
             manifest=worker.manifest,
         )
         self._client.lend(incarnation, self._target, info)

@@ -1,53 +1,68 @@
-"""Which transport serves which pair of ranks. Both ends decide alone and agree, as they see the same facts."""
+"""Which transport serves which pair of ranks: the worker tries, and tells the writers what it has chosen."""
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from awex_core.errors import ConfigError
-from awex_core.meta.messages import Process
-from awex_core.process import NO_MEMORY
+import torch
 
-TransportName = Literal["auto", "shm", "ipc", "nccl"]
+from awex_core.errors import ConfigError, TransferError, list_faults
+from awex_core.meta.messages import Process, WriterInfo
+from awex_core.transfer.registry import transports
+from awex_core.transfer.settings import AUTO
+from awex_core.transfer.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 
-def choose_transport(writer: Process, worker: Process, wanted: TransportName) -> str:
-    """What serves a pair as far as these facts go.
+def candidates(writer: Process, worker: Process, wanted: str) -> tuple[list[Transport], dict[str, str]]:
+    """What may serve a pair as far as these facts go, the cheapest first; and why others may not, by name."""
+    asked = [transport for transport in transports().values() if wanted in (AUTO, transport.setting)]
+    left_out = {transport.name: transport.why_not(writer, worker) for transport in asked}
+    able = [transport for transport in asked if not left_out[transport.name]]
+    return able, {name: reason for name, reason in left_out.items() if reason}
 
-    ``shm`` for two CPU processes that can reach each other's memory, ``ipc`` for two GPU processes of one host,
-    else ``nccl``. Whether ``ipc`` works is only known once the reader has tried.
+
+def choose_transport(
+    writer: WriterInfo, worker: Process, wanted: str, device: torch.device, get_blob: Callable[[str], bytes]
+) -> tuple[str, Any]:
+    """The name of the cheapest transport by which a worker reaches a writer's memory, and what it accepted.
+
+    Args:
+        writer: whose memory it is.
+        worker: this process.
+        wanted: the setting; ``auto`` for whatever serves.
+        device: where this worker's weights lie.
+        get_blob: fetches what the writer offers.
 
     Raises:
-        ConfigError: another one was asked for that cannot serve these two, or none can.
+        ConfigError: none can serve these two.
+        TransferError: those that might have do not.
     """
-    on_cpu = worker.device == "cpu"
-    local = "shm" if on_cpu else "ipc"
-    if writer.device == NO_MEMORY:  # nothing moves, so nothing need be formed for it
-        return local if wanted == "auto" else wanted
-    if on_cpu != (writer.device == "cpu"):
-        raise ConfigError(
-            f"{_who(writer)} and {_who(worker)} cannot exchange weights: one has them on a GPU, the other does not; "
-            "move the trainer's weights to a GPU"
-        )
-    best = local if writer.host == worker.host else "nccl"
-    if wanted not in ("auto", "nccl", best):
-        raise ConfigError(
-            f"transport {wanted!r} was asked for, but {_who(writer)} and {_who(worker)} do not share memory that way; "
-            "use 'auto' or 'nccl'"
-        )
-    chosen = best if wanted == "auto" else wanted
-    if chosen == "nccl":
-        check_group(writer, worker)
-    return chosen
+    able, faults = candidates(writer.process, worker, wanted)
+    whose = f"writer rank {writer.rank}"
+    asked = "" if wanted == AUTO else f" over transport {wanted!r}, which was asked for"
+    summary = f"{_who(writer.process)} and {_who(worker)} cannot exchange weights{asked}"
+    if not able:
+        raise ConfigError(list_faults(summary, _described(faults)))
+    for transport in able:
+        offered = writer.endpoints.get(transport.name)
+        try:
+            accepted = transport.accept(get_blob(offered) if offered is not None else None, whose, device)
+        except TransferError as error:
+            faults[transport.name] = str(error)
+            continue
+        if transport is not able[0]:
+            tried = [fault for name, fault in faults.items() if name in [each.name for each in able]]
+            logger.warning("weights of %s come over %s: %s", whose, transport.name, "; ".join(tried))
+        return transport.name, accepted
+    raise TransferError(list_faults(summary, _described(faults)))
 
 
-def check_group(writer: Process, worker: Process) -> None:
-    """Raise ``ConfigError`` if two processes cannot meet in one transfer group: NCCL wants a GPU for each."""
-    if writer.device == worker.device != "cpu" and writer.host == worker.host:
-        raise ConfigError(
-            f"{_who(writer)} and {_who(worker)} use one GPU, where NCCL cannot serve them; "
-            "use transport 'auto' or 'ipc'"
-        )
+def _described(faults: Mapping[str, str]) -> list[str]:
+    return [f"{name}: {reason}" for name, reason in faults.items()]
 
 
 def _who(process: Process) -> str:

@@ -64,8 +64,8 @@ from awex_core.session import (
     sources_of,
 )
 from awex_core.shadow import Pieces, Shadow, beside_compute
-from awex_core.transfer import shm_staged
 from awex_core.transfer.base import Deadline, Progress
+from awex_core.transfer.registry import tidy
 from awex_core.version import INITIAL, Version
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class WeightReader:
         self.model, self.engine, self.config, self.controlled = model, engine, config, controlled
         self.version = INITIAL
         stacks.enable()
-        shm_staged.remove_orphans()
+        tidy()
         self._client = MetaClient.of(config)
         process = this_process(config, device)
         self._info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)

@@ -10,11 +10,10 @@ server raises it when anything about the members changes) and reused until then:
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -28,7 +27,7 @@ from awex_core.layout.live import Memory
 from awex_core.layout.wire import decode_layout
 from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import EngineView, Resend, WorkerInfo, WriterInfo
-from awex_core.pairing import check_group, choose_transport, distance
+from awex_core.pairing import choose_transport, distance
 from awex_core.plan import (
     CopyProgram,
     CopyTable,
@@ -40,49 +39,23 @@ from awex_core.plan import (
     take_tensors,
     unused_tensors,
 )
-from awex_core.transfer import group, ipc, shm, shm_staged
-from awex_core.transfer.base import Deadline, Progress, Receiver, Sender
-from awex_core.transfer.proof import SECRET_NBYTES, draw_secret
-
-logger = logging.getLogger(__name__)
+from awex_core.transfer.base import Deadline, Programs, Progress, Receiver, Sender
+from awex_core.transfer.registry import installed, transports
+from awex_core.transfer.settings import AUTO
+from awex_core.transfer.transport import End, Transport, read_value
 
 _POLL_S = 5.0
-
-
-_Value = TypeVar("_Value")
-
-
-class GroupMeeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The store at which a transfer group meets, and the secret by which its members know each other."""
-
-    host: str
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_NBYTES, max_length=SECRET_NBYTES)]
-
-
-def read_value(data: bytes, kind: type[_Value], whose: str) -> _Value:
-    """What another member left.
-
-    Raises:
-        TransferError: it is something else; names ``whose`` it is.
-    """
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TransferError(
-            f"what {whose} left is not to be read ({error}); install the same release of awex-plugins on both sides"
-        ) from error
 
 
 class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's word that it has planned: per writer rank, what it expects and how it will get it.
 
-    The engine's settings decide. Its members and the trainer's ranks form a
-    transfer group if one pair needs it.
+    The engine's settings decide. All members of both sides take part in a collective transport that one pair uses.
     """
 
     fingerprints: dict[int, str]
     transports: dict[int, str]
+    """Empty for a rank that has nothing for this worker."""
     bucket_nbytes: Annotated[int, msgspec.Meta(ge=1)]
     always: list[str] = []
     """Tensors that come with every update, partial ones too."""
@@ -109,7 +82,7 @@ class SessionKey:
 
 def sources_of(writers: Sequence[WriterInfo]) -> str:
     """What tells the memory that some writers publish from, all together, from any that they used before."""
-    return content_hash("\n".join(f"{w.layout} {w.endpoint} {w.moved}" for w in writers).encode())
+    return content_hash("\n".join(f"{w.layout} {sorted(w.endpoints.items())} {w.moved}" for w in writers).encode())
 
 
 class LayoutCache:
@@ -261,7 +234,6 @@ class WriterSession:
         self.plan_s = time.perf_counter() - begun
         accepts = {worker.rank: self._accepted(client, worker, deadline) for worker in workers}
         for peer, accept in accepts.items():
-            _check_transport(config, accept.transports[rank], key.engine)
             if accept.fingerprints.get(rank, "") != tables[peer].fingerprint():
                 raise PlanError(
                     f"writer rank {rank} and worker {peer} of engine {key.engine} planned different copies",
@@ -274,8 +246,12 @@ class WriterSession:
             {peer: accept.always for peer, accept in accepts.items()},
         )
         self._senders: dict[str, Sender] = {}
+        members = _Members(key, rank, writers, workers, self._device(workers), list(accepts.values()), client, deadline)
         try:
-            self._connect(accepts, writers, workers, client, deadline)
+            for transport, end in members.ends(self._pairs.all, config):
+                sender = transport.open_sender(end)
+                if sender is not None:
+                    self._senders[transport.name] = sender
         except BaseException:
             self.close()
             raise
@@ -286,66 +262,11 @@ class WriterSession:
             raise TransferError(f"worker {worker.rank} of engine {worker.engine} plans without writer rank {self.rank}")
         return accept
 
-    def _connect(
-        self,
-        accepts: dict[int, Accept],
-        writers: Sequence[WriterInfo],
-        workers: Sequence[WorkerInfo],
-        client: MetaClient,
-        deadline: Deadline,
-    ) -> None:
-        limit = min(accept.bucket_nbytes for accept in accepts.values())
-        staged = self._pairs.all.get(shm_staged.NAME, {})
-        if staged:
-            rings: dict[int, shm_staged.Ring] = {}
-            # Known to close() before the first ring exists: whatever fails below, no segment stays behind.
-            self._senders[shm_staged.NAME] = shm_staged.StagedEnd(rings, writing=True)
-            pids = {worker.rank: worker.process.pid for worker in workers}
-            # All rings of a rank together stay within what one pair may stage.
-            share = limit // max(len(writers), len(workers))
-            for peer, program in staged.items():
-                rings[peer] = shm_staged.Ring.create(shm_staged.ring_slot_nbytes(program, share), pids[peer])
-                client.put(self.key.path("ring", self.rank, peer), msgspec.msgpack.encode(rings[peer].address))
-            self._wait_until_attached(rings, client, deadline)
-        if _need_group(accepts.values()):
-            address = self._meet(writers, workers, client, deadline)
-            device = self._group_device(workers)
-            interface = writers[self.rank].process.address
-            member = group.Group(address, self.rank, device, interface, deadline)
-            self._senders[group.NAME] = group.GroupSender(member, self.rank, limit)
-
-    def _group_device(self, workers: Sequence[WorkerInfo]) -> torch.device:
-        """Where this rank's buckets lie: with its weights; if it has none, on the kind of device the others use."""
+    def _device(self, workers: Sequence[WorkerInfo]) -> torch.device:
+        """Where this rank's weights lie; if it has none, the kind of device that the others use."""
         if self.memory.buffers:
             return self.memory.buffers[0].device
         return torch.device("cpu" if workers[0].process.device == "cpu" else "cuda")
-
-    def _wait_until_attached(self, rings: dict[int, shm_staged.Ring], client: MetaClient, deadline: Deadline) -> None:
-        waiting, looked = dict(rings), time.monotonic()
-        while waiting:
-            for peer, ring in list(waiting.items()):
-                what = f"worker {peer} to map shared memory"
-                deadline.remaining(what)
-                ring.check_peer(f"worker {peer}", Progress())
-                if ring.attached:
-                    ring.close()  # both ends have it mapped: the name is no longer needed
-                    del waiting[peer]
-                elif time.monotonic() - looked > _POLL_S:  # another rank may have failed, and the worker given up
-                    check_going_on(client, self.key, what)
-                    looked = time.monotonic()
-            time.sleep(0.002)
-
-    def _meet(
-        self, writers: Sequence[WriterInfo], workers: Sequence[WorkerInfo], client: MetaClient, deadline: Deadline
-    ) -> group.GroupAddress:
-        path = self.key.path("group")
-        if self.rank == 0:
-            host = writers[0].process.address
-            self._store = group.host_store(host, len(writers) + len(workers), deadline)
-            meeting = GroupMeeting(host, self._store.port, draw_secret())
-            client.put(path, msgspec.msgpack.encode(meeting))
-            return group.GroupAddress(host, meeting.port, len(writers), len(workers), meeting.secret)
-        return meeting_point(client, self.key, len(writers), len(workers), deadline)
 
     def send(self, progress: Progress, deadline: Deadline, only: Sequence[str] = ()) -> None:
         """Serve one version to every worker of the engine; of a partial update, the tensors that match ``only``."""
@@ -364,8 +285,7 @@ class WriterSession:
 
     def abort(self) -> None:
         """End what another thread is sending: its call raises."""
-        sender = self._senders.get(group.NAME)
-        if isinstance(sender, group.GroupSender):
+        for sender in list(self._senders.values()):
             sender.abort()
 
     def close(self) -> None:
@@ -405,109 +325,37 @@ class ReaderSession:
         self.programs = {rank: lower_copies(table, sources, rank) for rank in ranks}
         self.plan_s = time.perf_counter() - begun
         self.nbytes = int(table.nbytes.sum())
-        self._endpoints: dict[int, shm.ShmEndpoint] = {}
-        self._mapped: dict[int, ipc.Mapped] = {}
-        transports = self._transports(writers, device, client, config)
-        self._pairs = _Pairs(
-            self.programs, transports, dict.fromkeys(ranks, layout.tensors), dict.fromkeys(ranks, always)
-        )
+        self._accepted: dict[str, dict[int, Any]] = {}
+        """What each transport needs of the writers that it reaches."""
+        chosen = self._choose(writers, device, client, config)
+        self._pairs = _Pairs(self.programs, chosen, dict.fromkeys(ranks, layout.tensors), dict.fromkeys(ranks, always))
         fingerprints = {rank: table.from_rank(rank).fingerprint() for rank in ranks}
-        accept = Accept(fingerprints, transports, config.bucket_nbytes, always)
+        accept = Accept(fingerprints, chosen, config.bucket_nbytes, always)
         client.put(key.path("accept", worker.rank), msgspec.msgpack.encode(accept))
+        others = [each for each in workers if each.rank != worker.rank]
+        accepts = [accept, *(read_accept(client, key, each, deadline) for each in others)]
         self._receivers: dict[str, Receiver] = {}
+        members = _Members(key, worker.rank, writers, workers, device, accepts, client, deadline)
         try:
-            self._connect(accept, workers, writers, device, client, config, deadline)
+            for transport, end in members.ends(self._pairs.all, config):
+                accepted = self._accepted.get(transport.name, {})
+                self._receivers[transport.name] = transport.open_receiver(end, accepted)
         except BaseException:
             self.close()
             raise
 
-    def _transports(
+    def _choose(
         self, writers: Sequence[WriterInfo], device: torch.device, client: MetaClient, config: SyncConfig
     ) -> dict[int, str]:
-        chosen: dict[int, str] = {}
+        """The transport of each writer rank, by name; empty for one that has nothing for this worker."""
+        chosen = dict.fromkeys((writer.rank for writer in writers), "")
         for writer in writers:
-            name = choose_transport(writer.process, self.worker.process, config.transport)
-            whose = f"writer rank {writer.rank}"
-            if not len(self.programs[writer.rank]):
-                pass  # there is nothing to reach
-            elif name == shm.NAME:
-                endpoint = read_value(client.get_blob(writer.endpoint), shm.ShmEndpoint, whose)
-                reason = shm.why_unreadable(endpoint)
-                if reason:
-                    logger.warning("shared memory with %s is staged: %s", whose, reason)
-                    name = shm_staged.NAME
-                self._endpoints[writer.rank] = endpoint
-            elif name == ipc.NAME:
-                name = self._map(writer, device, client, config)
-            chosen[writer.rank] = name
+            if len(self.programs[writer.rank]):
+                process, wanted = self.worker.process, config.transport
+                name, accepted = choose_transport(writer, process, wanted, device, client.get_blob)
+                chosen[writer.rank] = name
+                self._accepted.setdefault(name, {})[writer.rank] = accepted
         return chosen
-
-    def _map(self, writer: WriterInfo, device: torch.device, client: MetaClient, config: SyncConfig) -> str:
-        """Map a writer's GPU memory; returns the transport that serves the pair, another one if that is impossible."""
-        whose = f"writer rank {writer.rank}"
-        try:
-            data = client.get_blob(writer.endpoint)
-            if not data:
-                raise TransferError("its memory cannot be shared between processes (its log says why)")
-            self._mapped[writer.rank] = ipc.Mapped(read_value(data, ipc.IpcEndpoint, whose), device)
-        except TransferError as error:
-            if config.transport != "auto":
-                raise
-            check_group(writer.process, self.worker.process)
-            logger.warning("weights of %s come over NCCL, not CUDA IPC: %s", whose, error)
-            return group.NAME
-        return ipc.NAME
-
-    def _connect(
-        self,
-        accept: Accept,
-        workers: Sequence[WorkerInfo],
-        writers: Sequence[WriterInfo],
-        device: torch.device,
-        client: MetaClient,
-        config: SyncConfig,
-        deadline: Deadline,
-    ) -> None:
-        if shm.NAME in self._pairs.all:
-            self._receivers[shm.NAME] = shm.ShmReceiver(self._endpoints)
-        staged = self._pairs.all.get(shm_staged.NAME, {})
-        if staged:
-            rings = {rank: self._attach(rank, client, deadline) for rank in staged}
-            self._receivers[shm_staged.NAME] = shm_staged.StagedEnd(rings, writing=False)
-        if ipc.NAME in self._pairs.all:
-            self._receivers[ipc.NAME] = ipc.IpcReceiver(self._mapped, device)
-        if self._joins_group(accept, workers, writers, client, config, deadline):
-            address = meeting_point(client, self.key, len(writers), len(workers), deadline)
-            rank = len(writers) + self.worker.rank
-            member = group.Group(address, rank, device, self.worker.process.address, deadline)
-            self._receivers[group.NAME] = group.GroupReceiver(member, self.worker.rank, config.bucket_nbytes)
-
-    def _joins_group(
-        self,
-        mine: Accept,
-        workers: Sequence[WorkerInfo],
-        writers: Sequence[WriterInfo],
-        client: MetaClient,
-        config: SyncConfig,
-        deadline: Deadline,
-    ) -> bool:
-        """Whether any pair of the engine needs a transfer group.
-
-        Where the processes' facts say it all, nobody is asked; of ``ipc``, each worker has tried for itself.
-        """
-        pairs = [(writer.process, worker.process) for writer in writers for worker in workers]
-        names = {choose_transport(writer, worker, config.transport) for writer, worker in pairs}
-        if ipc.NAME not in names:
-            return group.NAME in names
-        return _need_group(
-            mine if worker.rank == self.worker.rank else read_accept(client, self.key, worker, deadline)
-            for worker in workers
-        )
-
-    def _attach(self, rank: int, client: MetaClient, deadline: Deadline) -> shm_staged.Ring:
-        path = self.key.path("ring", rank, self.worker.rank)
-        value = wait_for_value(client, self.key, path, f"writer rank {rank} to offer shared memory", deadline)
-        return shm_staged.attach_ring(read_value(value, shm_staged.RingAddress, f"writer rank {rank}"))
 
     def select(self, only: Sequence[str]) -> None:
         """Work out beforehand what ``receive`` will pull of a partial update; kept until another selection."""
@@ -525,10 +373,9 @@ class ReaderSession:
         Raises:
             TransferError: one does not; named.
         """
-        for rank in self._pairs.all.get(shm.NAME, {}):
-            shm.check_held(self._endpoints[rank], number, f"writer rank {rank}")
-        for rank in self._pairs.all.get(ipc.NAME, {}):
-            self._mapped[rank].check_held(number, f"writer rank {rank}")
+        for name, accepted in self._accepted.items():
+            for rank, each in accepted.items():
+                transports()[name].check_held(each, number, f"writer rank {rank}")
 
     def receive_again(self, memory: Memory, progress: Progress, deadline: Deadline, lanes: Collection[int]) -> None:
         """Fill the tensors of some lanes of the digest once more; unless ``one_sided``, the writers must know."""
@@ -538,7 +385,7 @@ class ReaderSession:
     @property
     def one_sided(self) -> bool:
         """Whether receiving takes nobody's help."""
-        return set(self._receivers) <= {shm.NAME, ipc.NAME}
+        return all(transports()[name].one_sided for name in self._receivers)
 
     @property
     def passing(self) -> bool:
@@ -551,9 +398,48 @@ class ReaderSession:
             receiver.close()
 
 
-def _need_group(accepts: Iterable[Accept]) -> bool:
-    """Whether one pair needs a transfer group: then every member joins it."""
-    return any(group.NAME in accept.transports.values() for accept in accepts)
+@dataclass(frozen=True)
+class _Members:
+    """Who takes part in a session, and what the workers have chosen: the same at every end."""
+
+    key: SessionKey
+    rank: int
+    """Of this end."""
+    writers: Sequence[WriterInfo]
+    workers: Sequence[WorkerInfo]
+    device: torch.device
+    accepts: Sequence[Accept]
+    client: MetaClient
+    deadline: Deadline
+
+    def ends(self, programs: Mapping[str, Programs], config: SyncConfig) -> list[tuple[Transport, End]]:
+        """This rank's ends, in the order in which every member opens its own; ``programs`` by transport.
+
+        Raises:
+            ConfigError: one is not installed here, or is not the one that was asked for.
+        """
+        names = {name for accept in self.accepts for name in accept.transports.values()} - {""}
+        used = installed(names, f"engine {self.key.engine}")
+        others = [transport.name for transport in used if config.transport not in (AUTO, transport.setting)]
+        if others:
+            raise ConfigError(
+                f"the trainer asks for transport {config.transport!r}, engine {self.key.engine} uses "
+                f"{', '.join(map(repr, others))}; set the same AWEX_TRANSPORT on both sides"
+            )
+        mine = [transport for transport in used if transport.collective or programs.get(transport.name)]
+        return [(transport, self._end(programs.get(transport.name, {}))) for transport in mine]
+
+    def _end(self, programs: Programs) -> End:
+        return End(
+            rank=self.rank,
+            writers=self.writers,
+            workers=self.workers,
+            programs=programs,
+            device=self.device,
+            bucket_nbytes=min(accept.bucket_nbytes for accept in self.accepts),
+            exchange=SessionExchange(self.client, self.key),
+            deadline=self.deadline,
+        )
 
 
 def read_accept(client: MetaClient, session: SessionKey, worker: WorkerInfo, deadline: Deadline) -> Accept:
@@ -563,19 +449,21 @@ def read_accept(client: MetaClient, session: SessionKey, worker: WorkerInfo, dea
     return read_value(value, Accept, who)
 
 
-def _check_transport(config: SyncConfig, chosen: str, engine: str) -> None:
-    if config.transport != "auto" and not chosen.startswith(config.transport):
-        raise ConfigError(
-            f"the trainer asks for transport {config.transport!r}, engine {engine} uses {chosen!r}; "
-            "set the same AWEX_TRANSPORT on both sides"
-        )
+@dataclass(frozen=True)
+class SessionExchange:
+    """``Exchange`` through the meta server."""
 
+    client: MetaClient
+    session: SessionKey
 
-def meeting_point(
-    client: MetaClient, session: SessionKey, writers: int, workers: int, deadline: Deadline
-) -> group.GroupAddress:
-    """Where the transfer group meets, once writer rank 0 has said so."""
-    what = "writer rank 0 to open the transfer group"
-    value = wait_for_value(client, session, session.path("group"), what, deadline)
-    store = read_value(value, GroupMeeting, "writer rank 0")
-    return group.GroupAddress(store.host, store.port, writers, workers, store.secret)
+    def put(self, name: str, value: bytes) -> None:
+        """See ``Exchange.put``."""
+        self.client.put(self.session.path(name), value)
+
+    def get(self, name: str, what: str, deadline: Deadline) -> bytes:
+        """See ``Exchange.get``."""
+        return wait_for_value(self.client, self.session, self.session.path(name), what, deadline)
+
+    def check_going_on(self, what: str) -> None:
+        """See ``Exchange.check_going_on``."""
+        check_going_on(self.client, self.session, what)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock
-from typing import Literal, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 from awex_core import stacks
 from awex_core.commit.digest import Lanes, digest_plan, pack_lanes, partial_digest
@@ -36,9 +36,8 @@ from awex_core.plan import CopyProgram, SourceIndex, check_patterns, index_sourc
 from awex_core.process import NO_MEMORY, device_name, this_process
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced, sources_of
 from awex_core.snapshot import PendingSync, Snapshot
-from awex_core.transfer import shm_staged
 from awex_core.transfer.base import Deadline, Progress
-from awex_core.transfer.export import Export, encode_endpoint, export_memory
+from awex_core.transfer.registry import Exports, tidy
 from awex_core.version import INITIAL, Version
 
 logger = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class _Offer:
     """What peers are told of this rank's weights. ``moved`` and ``stays`` are those of ``WriterInfo``."""
 
     layout: Layout
-    export: Export | None
+    exports: Exports
     moved: int = 0
     stays: bool = True
 
@@ -165,10 +164,10 @@ class WeightWriter:
         self._settle = settle or (lambda: (layout, memory))
         self.rank, self.world, self.run = rank, world, run
         stacks.enable()
-        shm_staged.remove_orphans()
+        tidy()
         self._client = MetaClient.of(config)
         self._process: Process = this_process(config, _device_of(memory))
-        self._offer = _Offer(layout, export_memory(memory))
+        self._offer = _Offer(layout, Exports(memory))
         self._known: _Offer | None = None
         """What the meta server has been told last."""
         self._manifest = tuple(sorted(manifest))
@@ -190,14 +189,12 @@ class WeightWriter:
 
     def _join(self) -> JoinReply:
         offer = self._offer  # the lease's thread joins again whenever it has to
-        blobs = {
-            "layout": encode_layout(offer.layout),
-            "endpoint": encode_endpoint(offer.export),
-            "manifest": encode_manifest(self._manifest),
-        }
+        blobs = {"layout": encode_layout(offer.layout), "manifest": encode_manifest(self._manifest)}
+        endpoints = offer.exports.encode()
 
-        def put() -> dict[str, str]:
-            return {name: self._client.put_blob(data) for name, data in blobs.items()}
+        def put() -> dict[str, Any]:
+            named: dict[str, Any] = {name: self._client.put_blob(data) for name, data in blobs.items()}
+            return named | {"endpoints": {name: self._client.put_blob(data) for name, data in endpoints.items()}}
 
         # At every join: a meta server that was restarted has lost them.
         info = WriterInfo(
@@ -340,8 +337,7 @@ class WeightWriter:
         self._values.before(number, self.layout, self.memory, patterns)
         mode = mode_of_version(verify, number, self.config.verify_full_every)
         base, self._base = self._base, _Base(why=f"the call for version {number} has not ended")
-        if self._offer.export is not None:
-            self._offer.export.hold(number)
+        self._offer.exports.hold(number)
         try:
             self._announce(number, limit, mode, patterns, base, quorum)
         except BaseException:
@@ -389,8 +385,7 @@ class WeightWriter:
 
     def _let_go(self) -> None:
         """However the version ended: a reader that still pulls learns that the weights may change."""
-        if self._offer.export is not None:
-            self._offer.export.let_go()
+        self._offer.exports.let_go()
 
     def _free_snapshot(self) -> None:
         """Wait until no engine needs the snapshot, or end its version unread."""
@@ -419,7 +414,7 @@ class WeightWriter:
         """From now on engines pull from ``memory``."""
         self.layout, self.memory = layout, memory
         stays = memory is not self._live
-        self._offer = _Offer(layout, export_memory(memory), self._offer.moved + 1, stays)
+        self._offer = _Offer(layout, Exports(memory), self._offer.moved + 1, stays)
 
     def _announce(
         self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...], base: _Base, quorum: int | None

@@ -112,7 +112,8 @@ class Members:
         names = {info.manifest for info in infos if isinstance(info, WriterInfo)}
         for info in infos:
             if not isinstance(info, JoinController):
-                names |= {info.layout, info.manifest} if isinstance(info, WorkerInfo) else {info.layout, info.endpoint}
+                names.add(info.layout)
+                names |= {info.manifest} if isinstance(info, WorkerInfo) else {*info.endpoints.values()}
         return names
 
     # Leases

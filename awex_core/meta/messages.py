@@ -50,7 +50,7 @@ class Process(_Message, frozen=True):
 
 
 class WriterInfo(_Message, frozen=True):
-    """One trainer rank: what it holds (``layout``) and how to read it (``endpoint``), as blob hashes.
+    """One trainer rank: what it holds (``layout``) and how to read it (``endpoints``, by transport), as blob hashes.
 
     All ranks of one trainer run share ``run``, drawn by rank 0.
     """
@@ -60,7 +60,7 @@ class WriterInfo(_Message, frozen=True):
     run: str
     process: Process
     layout: str
-    endpoint: str
+    endpoints: dict[str, str]
     manifest: str
     """Blob hash of the list of canonical tensors of the whole model."""
     moved: int = 0

@@ -111,6 +111,9 @@ class Sender(Protocol):
     def send(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
         """Serve one version; see the module docstring."""
 
+    def abort(self) -> None:
+        """From another thread: end what is being sent. The call that sends it raises, and nothing more can be sent."""
+
     def close(self) -> None:
         """Release everything; never raises."""
 

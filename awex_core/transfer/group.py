@@ -19,13 +19,14 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -36,7 +37,11 @@ from awex_core.plan.split import split_pieces
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_buckets, unpacked_pieces
 from awex_core.transfer.checksum import checksum, damage, is_checked
-from awex_core.transfer.proof import prove_members
+from awex_core.transfer.proof import SECRET_NBYTES, draw_secret, prove_members
+from awex_core.transfer.transport import End, Transport, read_value
+
+if TYPE_CHECKING:
+    from awex_core.meta.messages import Process
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +73,54 @@ class GroupAddress:
         return self.writers + self.workers
 
 
+class GroupMeeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The store at which a transfer group meets, and the secret by which its members know each other."""
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_NBYTES, max_length=SECRET_NBYTES)]
+
+
+class GroupTransport(Transport):
+    """See the module."""
+
+    name, setting, cost, reach, collective = NAME, NAME, 30, "network", True
+
+    def why_not(self, writer: Process, worker: Process) -> str:
+        """See ``Transport.why_not``."""
+        if (writer.device == "cpu") != (worker.device == "cpu"):
+            return "one has its weights on a GPU, the other does not; move the trainer's weights to a GPU"
+        if writer.device == worker.device != "cpu" and writer.host == worker.host:
+            return "both use one GPU, and NCCL wants one for each"
+        return super().why_not(writer, worker)
+
+    def open_sender(self, end: End) -> GroupSender:
+        """Join the group; writer rank 0 hosts the store at which it meets."""
+        store = None
+        if end.rank == 0:
+            host = end.writers[0].process.address
+            store = host_store(host, len(end.writers) + len(end.workers), end.deadline)
+            meeting = GroupMeeting(host, store.port, draw_secret())
+            end.exchange.put(NAME, msgspec.msgpack.encode(meeting))
+        address = end.writers[end.rank].process.address
+        member = Group(_meeting_point(end), end.rank, end.device, address, end.deadline, store=store)
+        return GroupSender(member, end.rank, end.bucket_nbytes)
+
+    def open_receiver(self, end: End, accepted: Mapping[int, Any]) -> GroupReceiver:
+        """Join the group."""
+        (me,) = (worker for worker in end.workers if worker.rank == end.rank)
+        rank = len(end.writers) + end.rank
+        member = Group(_meeting_point(end), rank, end.device, me.process.address, end.deadline)
+        return GroupReceiver(member, end.rank, end.bucket_nbytes)
+
+
+def _meeting_point(end: End) -> GroupAddress:
+    """Where the group meets, once writer rank 0 has said so."""
+    value = end.exchange.get(NAME, "writer rank 0 to open the transfer group", end.deadline)
+    meeting = read_value(value, GroupMeeting, "writer rank 0")
+    return GroupAddress(meeting.host, meeting.port, len(end.writers), len(end.workers), meeting.secret)
+
+
 def host_store(host: str, members: int, deadline: Deadline) -> dist.TCPStore:
     """Start a store that the members of one group meet at, on a port chosen by the system."""
     return dist.TCPStore(
@@ -84,7 +137,14 @@ class Group:
     """One member of a transfer group."""
 
     def __init__(
-        self, address: GroupAddress, rank: int, device: torch.device, interface: str, deadline: Deadline
+        self,
+        address: GroupAddress,
+        rank: int,
+        device: torch.device,
+        interface: str,
+        deadline: Deadline,
+        *,
+        store: dist.TCPStore | None = None,
     ) -> None:
         """Join, and have every member of the other side prove that it belongs here; blocks until all have.
 
@@ -93,11 +153,12 @@ class Group:
             rank: this member's rank in the group.
             device: decides the backend: NCCL for CUDA, gloo otherwise.
             interface: the IP address gloo listens on.
+            store: the one to meet at, if this process hosts it: it is there as long as this member is.
 
         Raises:
             TransferError: not everyone arrived before the deadline, or someone does not know the secret.
         """
-        self.address, self.rank, self.device = address, rank, device
+        self.address, self.rank, self.device, self._hosted = address, rank, device, store
         timeout = timedelta(seconds=deadline.remaining("the transfer group"))
         try:
             self._store = dist.TCPStore(address.host, address.port, address.size, False, timeout)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
@@ -20,9 +21,11 @@ from awex_core.errors import TransferError, first_line
 from awex_core.kernels.tiles import copy_batches
 from awex_core.layout.live import Memory
 from awex_core.transfer.base import Deadline, Programs, Progress, check_hold_word, check_programs
+from awex_core.transfer.transport import End, Export, Transport, on_one_kind, read_offer
 
 if TYPE_CHECKING:
     from awex_core.kernels.gpu import Copies
+    from awex_core.meta.messages import Process
 
 NAME = "ipc"
 
@@ -120,6 +123,32 @@ class Mapped:
     def check_held(self, number: int, who: str) -> None:
         """Raise ``TransferError`` unless the writer holds version ``number`` still; asked before a pull and after."""
         check_hold_word(int(self._word[2].cpu()), number, f"{who} (process {self.pid})")
+
+
+class IpcTransport(Transport):
+    """See the module."""
+
+    name, setting, cost, reach, one_sided = NAME, NAME, 10, "host", True
+
+    def why_not(self, writer: Process, worker: Process) -> str:
+        """See ``Transport.why_not``."""
+        return on_one_kind(writer, worker, "cuda") or super().why_not(writer, worker)
+
+    def offer(self, memory: Memory) -> Export | None:
+        """See ``Transport.offer``."""
+        return IpcExport(memory) if {buffer.device.type for buffer in memory.buffers} == {"cuda"} else None
+
+    def accept(self, offered: bytes | None, whose: str, device: torch.device) -> Mapped:
+        """See ``Transport.accept``: maps the writer's memory."""
+        return Mapped(read_offer(offered, IpcEndpoint, whose), device)
+
+    def check_held(self, accepted: Mapped, number: int, who: str) -> None:
+        """See ``Transport.check_held``."""
+        accepted.check_held(number, who)
+
+    def open_receiver(self, end: End, accepted: Mapping[int, Any]) -> IpcReceiver:
+        """See ``Transport.open_receiver``."""
+        return IpcReceiver(dict(accepted), end.device)
 
 
 class IpcReceiver:

@@ -2,7 +2,7 @@
 
 ``process_vm_readv`` copies between two processes in one step, without a buffer
 between. It needs the right to trace the writer (same user, and a kernel that
-allows it). Where it is not to be had, the pair is staged: see ``shm_staged``.
+allows it). Where it is not to be had, ``shm-staged`` serves the pair.
 
 Pieces that neither cast nor transpose are read straight to their place; the
 others, and rows so close that the kernel looks up their pages anyway, are read
@@ -16,10 +16,10 @@ import ctypes.util
 import errno
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -34,7 +34,11 @@ from awex_core.plan.boxes import IntArray
 from awex_core.plan.program import CopyProgram
 from awex_core.plan.split import split_pieces, split_rows
 from awex_core.transfer.base import Deadline, Programs, Progress, check_hold_word, check_programs
+from awex_core.transfer.transport import End, Export, Transport, on_one_kind, read_offer
 from awex_core.transfer.views import descriptor_view
+
+if TYPE_CHECKING:
+    from awex_core.meta.messages import Process
 
 NAME = "shm"
 
@@ -124,6 +128,36 @@ def why_unreadable(endpoint: ShmEndpoint) -> str:
     except AttributeError:
         return "this C library has no process_vm_readv"
     return "" if found.tobytes() == endpoint.secret else f"process {endpoint.pid} is not the writer"
+
+
+class ShmTransport(Transport):
+    """See the module."""
+
+    name, setting, cost, reach, one_sided = NAME, NAME, 10, "host", True
+
+    def why_not(self, writer: Process, worker: Process) -> str:
+        """See ``Transport.why_not``."""
+        return on_one_kind(writer, worker, "cpu") or super().why_not(writer, worker)
+
+    def offer(self, memory: Memory) -> Export | None:
+        """See ``Transport.offer``."""
+        return ShmExport(memory) if all(buffer.device.type == "cpu" for buffer in memory.buffers) else None
+
+    def accept(self, offered: bytes | None, whose: str, device: torch.device) -> ShmEndpoint:
+        """See ``Transport.accept``."""
+        endpoint = read_offer(offered, ShmEndpoint, whose)
+        reason = why_unreadable(endpoint)
+        if reason:
+            raise TransferError(reason)
+        return endpoint
+
+    def check_held(self, accepted: ShmEndpoint, number: int, who: str) -> None:
+        """See ``Transport.check_held``."""
+        check_held(accepted, number, who)
+
+    def open_receiver(self, end: End, accepted: Mapping[int, Any]) -> ShmReceiver:
+        """See ``Transport.open_receiver``."""
+        return ShmReceiver(dict(accepted))
 
 
 class ShmReceiver:

@@ -14,9 +14,10 @@ import mmap
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -29,6 +30,10 @@ from awex_core.plan.split import split_pieces
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.buckets import BucketViews, bucket_size, make_buckets
 from awex_core.transfer.checksum import checksum, damage
+from awex_core.transfer.transport import End, Transport, on_one_kind, read_value
+
+if TYPE_CHECKING:
+    from awex_core.meta.messages import Process
 
 NAME = "shm-staged"
 
@@ -38,6 +43,10 @@ _WRITTEN, _READ, _ATTACHED, _CHECKSUM = 0, 1, 2, 3
 _PAUSE_S = 0.0005
 _ALIVE_CHECK_S = 0.2
 _SHM_DIR = Path("/dev/shm")
+_ATTACH_PAUSE_S = 0.002
+_LOOK_S = 5.0
+"""How often a writer that waits for a worker to map its ring looks whether the session goes on."""
+
 _ORPHAN_S = 60.0
 """A file younger than this may not be locked yet."""
 
@@ -199,6 +208,67 @@ def ring_slot_nbytes(program: CopyProgram, limit: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+class StagedTransport(Transport):
+    """See the module."""
+
+    name, setting, cost, reach = NAME, "shm", 20, "host"
+
+    def why_not(self, writer: Process, worker: Process) -> str:
+        """See ``Transport.why_not``."""
+        return on_one_kind(writer, worker, "cpu") or super().why_not(writer, worker)
+
+    def tidy(self) -> None:
+        """See ``Transport.tidy``."""
+        remove_orphans()
+
+    def open_sender(self, end: End) -> StagedEnd:
+        """Make the rings, and wait until the workers have them mapped."""
+        rings: dict[int, Ring] = {}
+        pids = {worker.rank: worker.process.pid for worker in end.workers}
+        # All rings of a rank together stay within what one pair may stage.
+        share = end.bucket_nbytes // max(len(end.writers), len(end.workers))
+        try:
+            for peer, program in end.programs.items():
+                rings[peer] = Ring.create(ring_slot_nbytes(program, share), pids[peer])
+                end.exchange.put(_ring_of(end.rank, peer), msgspec.msgpack.encode(rings[peer].address))
+            _wait_until_attached(rings, end)
+        except BaseException:
+            for ring in rings.values():
+                ring.close()
+            raise
+        return StagedEnd(rings, writing=True)
+
+    def open_receiver(self, end: End, accepted: Mapping[int, Any]) -> StagedEnd:
+        """Map the rings of the writers."""
+        return StagedEnd({rank: _attach(rank, end) for rank in end.programs}, writing=False)
+
+
+def _ring_of(writer: int, worker: int) -> str:
+    return f"ring/{writer}/{worker}"
+
+
+def _attach(rank: int, end: End) -> Ring:
+    who = f"writer rank {rank}"
+    value = end.exchange.get(_ring_of(rank, end.rank), f"{who} to offer shared memory", end.deadline)
+    return attach_ring(read_value(value, RingAddress, who))
+
+
+def _wait_until_attached(rings: dict[int, Ring], end: End) -> None:
+    waiting, looked = dict(rings), time.monotonic()
+    while waiting:
+        for peer, ring in list(waiting.items()):
+            what = f"worker {peer} to map shared memory"
+            end.deadline.remaining(what)
+            ring.check_peer(f"worker {peer}", Progress())
+            if ring.attached:
+                ring.close()  # both ends have it mapped: the name is no longer needed
+                del waiting[peer]
+            elif time.monotonic() - looked > _LOOK_S:  # another rank may have failed, and the worker given up
+                end.exchange.check_going_on(what)
+                looked = time.monotonic()
+        time.sleep(_ATTACH_PAUSE_S)
+
+
 class _Flow:
     """One pair's buckets, in order."""
 
@@ -240,7 +310,7 @@ class StagedEnd:
     """Either end of the rings of one writer rank or one worker; ``rings`` by the peer's rank."""
 
     def __init__(self, rings: dict[int, Ring], *, writing: bool) -> None:
-        self._rings, self._writing = rings, writing
+        self._rings, self._writing, self._ended = rings, writing, False
         self._cached: tuple[Programs, tuple[int, ...], dict[int, _Flow]] | None = None
 
     def send(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
@@ -262,6 +332,8 @@ class StagedEnd:
 
     def _round(self, flows: dict[int, _Flow], progress: Progress, deadline: Deadline) -> bool:
         """Give every pair one chance to move; says whether any did."""
+        if self._ended:
+            raise TransferError(f"sending was ended after {progress.nbytes} bytes")
         moved = False
         for peer, flow in flows.items():
             if flow.finished:
@@ -282,6 +354,10 @@ class StagedEnd:
             flows = {peer: _Flow(self._rings[peer], program, memory, side) for peer, program in programs.items()}
             self._cached = (programs, addresses, flows)
         return self._cached[2]
+
+    def abort(self) -> None:
+        """From another thread: end what is being sent."""
+        self._ended = True
 
     def close(self) -> None:
         """Let go of the rings."""

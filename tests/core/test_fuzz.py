@@ -344,7 +344,7 @@ def test_checkpoints(tmp_path: Path, config: bytes, tensors: bytes, index: bytes
 # The meta server, request by request
 
 PROCESS = m.Process(incarnation="w", host="h", pid=1)
-WRITER = m.WriterInfo(rank=0, world=1, run="r", process=PROCESS, layout="L", endpoint="E", manifest="M")
+WRITER = m.WriterInfo(rank=0, world=1, run="r", process=PROCESS, layout="L", endpoints={"shm": "E"}, manifest="M")
 WORKER = m.WorkerInfo(engine="e", rank=0, world=1, process=PROCESS, controlled=True)
 ONE = Version(1, 1)
 REQUESTS: list[msgspec.Struct] = [

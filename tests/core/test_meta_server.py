@@ -49,7 +49,9 @@ def process(name: str) -> m.Process:
 
 
 def writer(name: str = "w", run: str = "run1", rank: int = 0, world: int = 1) -> m.WriterInfo:
-    return m.WriterInfo(rank=rank, world=world, run=run, process=process(name), layout="L", endpoint="E", manifest="M")
+    return m.WriterInfo(
+        rank=rank, world=world, run=run, process=process(name), layout="L", endpoints={"shm": "E"}, manifest="M"
+    )
 
 
 def worker(name: str = "k", engine: str = "e", controlled: bool = True) -> m.WorkerInfo:

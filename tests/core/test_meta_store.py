@@ -28,7 +28,13 @@ def process(name: str, pid: int = 7) -> m.Process:
 
 
 def writer(rank: int = 0, world: int = 1, run: str = "run1", **changes) -> m.JoinWriter:
-    fields = {"layout": f"L{rank}", "endpoint": "E", "manifest": "M", "process": process(f"{run}-w{rank}"), **changes}
+    fields = {
+        "layout": f"L{rank}",
+        "endpoints": {"shm": "E"},
+        "manifest": "M",
+        "process": process(f"{run}-w{rank}"),
+        **changes,
+    }
     return m.JoinWriter(info=m.WriterInfo(rank=rank, world=world, run=run, **fields))
 
 
@@ -514,9 +520,9 @@ def test_giving_up_means_nothing_for_a_version_that_is_open_or_over():
 
 def test_a_word_from_before_the_weights_moved_is_not_taken():
     store = ready_store()
-    store.join_writer(writer(endpoint="there", moved=2), 0)
-    store.join_writer(writer(endpoint="here", moved=1), 0)
-    assert [info.endpoint for info in store.view(0).writers] == ["there"]
+    store.join_writer(writer(endpoints={"shm": "there"}, moved=2), 0)
+    store.join_writer(writer(endpoints={"shm": "here"}, moved=1), 0)
+    assert [info.endpoints for info in store.view(0).writers] == [{"shm": "there"}]
 
 
 def test_a_version_is_whole_if_one_rank_builds_on_another_one():

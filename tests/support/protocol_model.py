@@ -333,7 +333,13 @@ class Rank(Process):
         self.base: tuple[Version, str] = (INITIAL, "it is the first")
         """``WeightWriter._base``."""
         self.info = m.WriterInfo(
-            rank=rank, world=WORLD, run=run.name, process=self.identity, layout="L", endpoint="E", manifest=MANIFEST
+            rank=rank,
+            world=WORLD,
+            run=run.name,
+            process=self.identity,
+            layout="L",
+            endpoints={"shm": "E"},
+            manifest=MANIFEST,
         )
         self.spawn(self._main(), "main")
 
@@ -383,7 +389,7 @@ class Rank(Process):
         self.homes.append(dict(self.weights))
         self.homes[-2].update(dict.fromkeys(self.weights, ("gone", 0)))
         moved = self.info.moved + 1
-        self.info = msgspec.structs.replace(self.info, moved=moved, endpoint=f"E{moved}")
+        self.info = msgspec.structs.replace(self.info, moved=moved, endpoints={"shm": f"E{moved}"})
         yield from self.rpc(m.JoinWriter(info=self.info))
 
     def _wait_for_run(self) -> Steps[None]:
@@ -863,7 +869,7 @@ class Lender:
             run="lent",
             process=worker.identity,
             layout="L",
-            endpoint="E",
+            endpoints={"shm": "E"},
             manifest=MANIFEST,
         )
         yield from worker.rpc(m.Lend(incarnation=worker.incarnation, target=target, info=info))
