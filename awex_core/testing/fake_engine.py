@@ -153,12 +153,13 @@ class FakeEngine:
         *,
         require_version: bool = False,
         on_finish: Callable[[], None] | None = None,
+        dtype: torch.dtype = torch.float32,
         **sizes: int,
     ) -> None:
         shape = {"hidden": 6, "ffn": 10, "vocab": 11} | sizes
         self.name, self.world, self.config = name, world, config
         self.models = [
-            FakeWorkerModel(FakeModel(**shape, rank=rank, world=world, dtype=torch.float32)) for rank in range(world)
+            FakeWorkerModel(FakeModel(**shape, rank=rank, world=world, dtype=dtype)) for rank in range(world)
         ]
         for model in self.models:
             model.on_finish = on_finish

@@ -20,13 +20,16 @@ from awex_core.layout.live import flat_bytes
 from awex_core.meta.server import MetaServer
 from awex_core.plan import CopyTable
 from awex_core.session import ReaderSession, WriterSession
-from awex_core.testing.fake_engine import FakeEngine, holds
+from awex_core.testing.fake_engine import FakeEngine, FakeModel, holds
 from awex_core.transfer import group, shm, shm_staged
 from awex_core.version import Version
 from tests.core import test_sync
 from tests.core.test_sync import TOKEN, Loop, Trainer, change, eventually, flip_a_bit, publish, serves
+from tests.support.floats import expected, specimens
 
 meta, loop, make_trainer = test_sync.meta, test_sync.loop, test_sync.make_trainer
+
+UP, DOWN = "model.up.weight", "model.down.weight"
 
 TRANSPORTS = ("shm", "shm-staged", "nccl")
 CHECKED = TRANSPORTS[1:]
@@ -435,6 +438,40 @@ def test_a_plan_that_leaves_its_memory_moves_nothing(
             with pytest.raises(SyncFailed, match=said):
                 call.result(60)  # nobody waits for the limit once one has failed
     assert trainer.write(2).committed == ("e",) and holds(engine, trainer.weights)
+
+
+# Values at which casts differ, and that nobody flipped
+
+
+@pytest.mark.parametrize("receive", ["in_place", "shadow"])
+def test_values_that_are_no_numbers_are_not_taken_for_damage(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], receive: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NaN of any payload, infinities, subnormal numbers and both zeros, from float32 to an engine in bfloat16."""
+    # The positive ones come before the negative ones, each from zero to NaN.
+    order = torch.arange(len(specimens(torch.float32))).view(2, -1)
+    ends = torch.cat([order[:, :500], order[:, -500:]], dim=1).ravel()
+    odd, bits = specimens(torch.float32)[ends], expected(torch.float32, torch.bfloat16)[ends]
+    engine = loop.engine("e", 3, replace(config, receive=receive), dtype=torch.bfloat16)
+    trainer = make_trainer(config=config)
+    rounded = {}
+    for name, whole in trainer.weights.items():
+        picked = torch.arange(whole.numel()) * 37 % len(odd)
+        whole.copy_(odd[picked].view(whole.shape))
+        rounded[name] = bits[picked].view(torch.bfloat16).view(whole.shape)
+    for share in trainer.shares:
+        for name, (begin, part) in share.items():
+            part.copy_(trainer.weights[name][begin : begin + len(part)])
+    assert all(whole.isnan().any() and whole.isfinite().any() for whole in (trainer.weights[UP], trainer.weights[DOWN]))
+    for number in (1, 2):
+        figures = publish(trainer, number, verify="full").figures["e"]
+        assert figures["repulled_nbytes"] == 0 and figures["verified_nbytes"] > 0
+        for worker in engine.models:
+            fresh = FakeModel(6, 10, 11, worker.model.rank, 3, torch.bfloat16)
+            fresh.load_weights(rounded.items())
+            for name, tensor in fresh.tensors.items():
+                assert torch.equal(tensor.view(torch.int16), worker.model.tensors[name].view(torch.int16)), name
+    assert "once more" not in caplog.text
 
 
 # How often all is looked at

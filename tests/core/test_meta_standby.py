@@ -195,7 +195,9 @@ def test_a_controller_that_was_replaced_stands_by_and_follows(server, caplog):
 
     with caplog.at_level(logging.INFO, logger="awex_core"):
         asyncio.run(scenario())
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    # A beat has a third of the lease to be answered, which a busy machine may not keep: it is said, and tried again.
+    assert [message for message in said if not message.startswith("heartbeat: ")] == []
 
 
 def test_a_word_of_the_controller_that_arrives_late_is_put_right(server):

@@ -311,6 +311,22 @@ def test_an_engine_that_cannot_learn_what_is_new_says_since_when_and_closes(
         loop.stop(engine)
 
 
+def test_an_engine_that_is_locked_out_says_since_when_and_closes(
+    config: SyncConfig, loop: Loop, meta: MetaServer
+) -> None:
+    """A meta server that was started again with another token."""
+    config = replace(config, max_lag_s=2.0, connect_timeout_s=1.0)
+    engine = loop.engine("e", 1, config)
+    assert engine.controller.status()["cut_off"] == "" and not engine.controller.why_closed()
+    host, port = meta.address.rsplit(":", 1)
+    meta.stop()
+    with MetaServer("another token", host=host, port=int(port), lease_s=test_sync.LEASE_S):
+        eventually(lambda: "wrong bearer token" in engine.controller.status()["cut_off"])
+        eventually(lambda: "wrong bearer token" in engine.controller.why_closed())
+        assert engine.controller.status()["cut_off_s"] >= 2
+        loop.stop(engine)
+
+
 def test_a_version_that_was_missed_counts_as_lag(
     config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer]
 ) -> None:

@@ -69,6 +69,12 @@ MISMATCHED = {
     Cell(
         "llama-tied", other=(("tie_word_embeddings", False),)
     ): "lm_head.weight [0:301, 0:128] and model.embed_tokens.weight [0:301, 0:128]",
+    Cell(
+        "glm4.5-moe", trainer="checkpoint without e_score_correction_bias"
+    ): "layers.1.mlp.gate.e_score_correction_bias: ",
+    Cell(
+        "gemma4-text", trainer="checkpoint without layer_scalar"
+    ): "model.layers.0.layer_scalar: the trainer's tensors leave",
 }
 """Trainers whose model is another or lacks a part, and what the refusal has to name."""
 
