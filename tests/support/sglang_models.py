@@ -14,7 +14,7 @@ from tests.support.built import Built, Place, Tensors
 from tests.support.cells import Cell
 from tests.support.sglang_jobs import BIN, OPTIONS, sglang_env
 
-BACKENDS = dict.fromkeys(("gpt-oss", "exaone4", "exaone-moe"), {"attention_backend": "triton"})
+BACKENDS = {kind: {"attention_backend": "triton"} for kind in ("gpt-oss", "exaone4", "exaone-moe")}
 """SGLang refuses others for these models. The backend is named, never run."""
 
 
