@@ -53,7 +53,7 @@ class _Slot:
 
     @property
     def full_name(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
+        return _join(self.path, self.name)
 
     @property
     def direct(self) -> bool:
@@ -127,12 +127,19 @@ class VllmWorkerModel:
                 for name, tensor in own_tensors(module).items()
             ]
             tracked, load = {slot.full_name: slot.meta for slot in slots}, cast(Loader, self._model.load_weights)
-            trace = trace_model(self._model, load, manifest, tracked, engine=f"vllm {vllm.__version__}")
+            trace = trace_model(
+                self._model, load, manifest, tracked, engine=f"vllm {vllm.__version__}", held=self._held
+            )
             _check_followed(trace, slots)
-            computed = find_computed(trace, load, manifest, tracked)
+            computed = find_computed(trace, load, manifest, tracked, held=self._held)
         traced = self._assign(trace, {slot.full_name: slot for slot in slots}, computed)
         rules = self._check_complete(trace, traced.layout, slots)
         return replace(traced, kept=left_out(rules), ignored=left_out(self._ignored(trace, manifest)))
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        """The model's tensors by name, as they are now."""
+        modules = self._model.named_modules()
+        return {_join(path, name): tensor for path, module in modules for name, tensor in own_tensors(module).items()}
 
     def _ignored(self, trace: Trace, manifest: Sequence[CanonicalTensor]) -> dict[str, str]:
         """Tensors that the loader drops and may drop, with the rule."""
@@ -237,7 +244,7 @@ class VllmWorkerModel:
         aside = {id(owner.module) for owner in self._staged}
         by_loader = {id(slot.live) for slot in self._computed}  # whichever modules have it
         live = {
-            f"{path}.{name}" if path else name: (module, name, tensor)
+            _join(path, name): (module, name, tensor)
             for path, module in self._model.named_modules()
             for name, tensor in own_tensors(module).items()
             if id(module) not in aside and not self._computes(module, name) and id(tensor) not in by_loader
@@ -375,6 +382,10 @@ class VllmWorkerModel:
 def _place_in(module: torch.nn.Module, name: str) -> Place | None:
     tensor = own_tensors(module).get(name)
     return place_of(tensor) if tensor is not None else None
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _live(slot: _Slot) -> torch.Tensor:

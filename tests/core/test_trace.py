@@ -378,6 +378,23 @@ def test_a_parameter_that_is_given_other_memory_gets_its_own_back() -> None:
     assert model["w"].data_ptr() == place and model["w"].eq(1).all()
 
 
+def test_a_parameter_that_the_loader_makes_anew_is_computed_by_it() -> None:
+    """What was there is what the engine computes with; where there was nothing, nothing would compute with it."""
+    model = {"w": torch.zeros(4)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            model[name] = torch.empty(4)
+            model[name].copy_(loaded)
+
+    manifest = [CanonicalTensor("w", (4,), "float32"), CanonicalTensor("bias", (4,), "float32")]
+    result = trace_loader(load, manifest, dict(model), held=lambda: model)
+    made, missing = sorted(result.untraced, key=lambda each: each.name, reverse=True)
+    assert (made.name, made.buffer, made.sources) == ("w", 0, {"w"}) and not result.layout.constants
+    assert missing.buffer is None and "bias: the loader makes it only for a checkpoint that has it" in str(missing)
+    assert not result.gaps and not result.dropped
+
+
 def test_what_is_copied_over_a_fill_counts() -> None:
     model = {"part": torch.zeros(4, 5), "whole": torch.zeros(4), "twice": torch.zeros(6), "zeros": torch.zeros(2)}
 
