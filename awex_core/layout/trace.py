@@ -34,7 +34,17 @@ from awex_core.layout.coverage import ByteRuns, Gap, memory_gaps, strided_runs
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 from awex_core.layout.paint import Write, settle
 from awex_core.layout.strided import Strided, split_into_boxes
-from awex_core.layout.traced_tensor import Piece, TracedTensor, broadcast, derive, names_of, offer, tensors_in
+from awex_core.layout.traced_tensor import (
+    PICKS,
+    Piece,
+    TracedTensor,
+    broadcast,
+    derive,
+    names_of,
+    offer,
+    opaque,
+    tensors_in,
+)
 
 aten = torch.ops.aten
 
@@ -184,7 +194,12 @@ class _Recorder(TorchDispatchMode):
         origin = self._origin(given)
         assert origin is not None
         if not written:
-            result = derive(func, args, kwargs, [tensor for tensor in given if isinstance(tensor, TracedTensor)])
+            traced = [tensor for tensor in given if isinstance(tensor, TracedTensor)]
+            plain = [tensor for tensor in given if not isinstance(tensor, TracedTensor)]
+            if func in PICKS and self._origin(plain) is not None:
+                result = opaque(func, args, kwargs, traced)  # which rows depends on weights
+            else:
+                result = derive(func, args, kwargs, traced)
             for tensor in tensors_in([result]):
                 if isinstance(tensor, TracedTensor) and tensor.opaque:
                     tensor.sources |= origin.sources
