@@ -24,6 +24,7 @@ from rich.console import Console
 
 from tests.support import sglang_cells, vllm_cells
 from tests.support.cells import Cell, Outcome
+from tests.support.public_families import PUBLIC
 from tests.support.refusals import REFUSALS, is_expected, listed
 from tests.support.run_cells import run_cells
 
@@ -74,8 +75,11 @@ def page(rows: Sequence[Row]) -> str:
     for engine in dict.fromkeys(row.engine for row in rows):
         mine = [row for row in rows if row.engine == engine]
         lines += [f"## {_NAMES[engine]}", ""]
-        for family in dict.fromkeys(row.family for row in mine):
+        for family in dict.fromkeys(row.family for row in mine if row.family not in PUBLIC):
             lines += [f"### {family}", "", *_table([row for row in mine if row.family == family]), ""]
+        public = [row for row in mine if row.family in PUBLIC]
+        if public:
+            lines += ["### Public families", "", *_families(public), ""]
     return "\n".join([*lines, "## Refusals", "", *_refusals(rows), ""])
 
 
@@ -92,6 +96,9 @@ _ABOUT = (
     "- `L 42%`: bit-equal, and 42% of the bytes took the loader path: received aside, then processed by the engine's",
     "  own method. On a CPU vLLM packs experts, which therefore take it here and not on GPUs.",
     "- `R1`: refused, for a reason below. `FAULT`: anything else.",
+    "",
+    "Public families are tiny models of public configurations, with the odd features of each family kept",
+    "(`tests/support/public_families.json`), held as their published checkpoints are.",
     "",
     "`quantize=fp8_block` is a trainer that holds bfloat16 weights and quantises them for an engine that was started",
     "on a block-scaled FP8 checkpoint. Live servers and trainers are in `tests/e2e`, CUDA graphs in",
@@ -111,6 +118,16 @@ def _table(rows: Sequence[Row]) -> list[str]:
             cells = [found.get((trainer, layout), "") for layout in layouts]
             lines.append(f"| {trainer} | {' | '.join(cells)} |")
     return lines[1:]
+
+
+def _families(rows: Sequence[Row]) -> Iterator[str]:
+    """Families by engine layouts, where each has the one trainer that holds its checkpoint."""
+    layouts = list(dict.fromkeys(row.layout for row in rows))
+    found = {(row.family, row.layout): _short(row) for row in rows}
+    yield f"| public family | {' | '.join(layouts)} |"
+    yield "|---" * (len(layouts) + 1) + "|"
+    for family in dict.fromkeys(row.family for row in rows):
+        yield f"| {family} | {' | '.join(found.get((family, layout), '') for layout in layouts)} |"
 
 
 def _short(row: Row) -> str:

@@ -7,7 +7,7 @@ difference. Once they are verified the loader is run on them, and on nothing els
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,12 @@ class Computed:
 
 
 def find_computed(
-    trace: Trace, load_weights: Loader, manifest: Sequence[CanonicalTensor], tracked: Mapping[str, torch.Tensor]
+    trace: Trace,
+    load_weights: Loader,
+    manifest: Sequence[CanonicalTensor],
+    tracked: Mapping[str, torch.Tensor],
+    *,
+    held: Callable[[], Mapping[str, torch.Tensor]] = dict,
 ) -> Computed:
     """What of a trace is left to the loader. That it does the same when given nothing else is tried here.
 
@@ -35,6 +40,7 @@ def find_computed(
         load_weights: as for ``trace_loader``.
         manifest: the trainer's tensors.
         tracked: as for ``trace_loader``, in the state in which they were traced.
+        held: as for ``trace_loader``.
 
     Raises:
         PlanError: the loader could not be followed far enough to know which tensors it needs, or behaves otherwise
@@ -47,7 +53,7 @@ def find_computed(
         return Computed()
     names = frozenset().union(*(fault.sources for fault in trace.untraced))
     tensors = tuple(tensor for tensor in manifest if tensor.name in names)
-    again = trace_loader(load_weights, tensors, tracked)
+    again = trace_loader(load_weights, tensors, tracked, held=held)
     faults = list(_differences(trace, again))
     if faults:
         raise PlanError("the engine's loader does something else when it is given only some of the tensors", faults)

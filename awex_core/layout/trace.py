@@ -34,7 +34,17 @@ from awex_core.layout.coverage import ByteRuns, Gap, memory_gaps, strided_runs
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 from awex_core.layout.paint import Write, settle
 from awex_core.layout.strided import Strided, split_into_boxes
-from awex_core.layout.traced_tensor import Piece, TracedTensor, broadcast, derive, names_of, offer, tensors_in
+from awex_core.layout.traced_tensor import (
+    PICKS,
+    Piece,
+    TracedTensor,
+    broadcast,
+    derive,
+    names_of,
+    offer,
+    opaque,
+    tensors_in,
+)
 
 aten = torch.ops.aten
 
@@ -184,7 +194,12 @@ class _Recorder(TorchDispatchMode):
         origin = self._origin(given)
         assert origin is not None
         if not written:
-            result = derive(func, args, kwargs, [tensor for tensor in given if isinstance(tensor, TracedTensor)])
+            traced = [tensor for tensor in given if isinstance(tensor, TracedTensor)]
+            plain = [tensor for tensor in given if not isinstance(tensor, TracedTensor)]
+            if func in PICKS and self._origin(plain) is not None:
+                result = opaque(func, args, kwargs, traced)  # which rows depends on weights
+            else:
+                result = derive(func, args, kwargs, traced)
             for tensor in tensors_in([result]):
                 if isinstance(tensor, TracedTensor) and tensor.opaque:
                     tensor.sources |= origin.sources
@@ -292,6 +307,17 @@ class _Recorder(TorchDispatchMode):
         )
         self.writes[buffer].append(Write(sources, constant=constant))
 
+    def replace(self, name: str, before: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        """A loader has given a module another tensor than it had, or one where it had none."""
+        origin = self._origin([tensor])
+        if origin is None:
+            return
+        if before is None:
+            self.used |= origin.sources
+            self.choked[name] = "the loader makes it only for a checkpoint that has it; start the engine on one"
+        else:
+            self._compute(before, f"the loader makes it anew, for {origin.what}", origin.sources)
+
     def _compute(self, target: torch.Tensor, reason: str, sources: frozenset[str]) -> None:
         """Something is written to a parameter that cannot be written down."""
         buffer = self.buffer_of(target)
@@ -398,6 +424,7 @@ def trace_loader(
     tracked: Mapping[str, torch.Tensor],
     *,
     device: torch.device | str = "cpu",
+    held: Callable[[], Mapping[str, torch.Tensor]] = dict,
 ) -> Trace:
     """Run ``load_weights`` on traced tensors and return the layout it implies.
 
@@ -406,6 +433,7 @@ def trace_loader(
         tensors: the canonical tensors to offer.
         tracked: the model's parameters and buffers by name; on the meta device or live.
         device: the device the traced tensors claim to be on.
+        held: the model's tensors by name, of which a loader may have put others in the place of those tracked.
 
     Raises:
         LayoutError: what was recorded is no valid layout.
@@ -423,8 +451,11 @@ def trace_loader(
         recorder = _Recorder(tracked)
         _trace_one_by_one(recorder, load_weights, tensors, where, error)
     finally:
-        replaced = _put_back(tracked, before)
-    for name in replaced:
+        moved = _put_back(tracked, before)
+    for name, tensor in held().items():
+        if tensor is not tracked.get(name):
+            recorder.replace(name, tracked.get(name), tensor)
+    for name in moved:
         recorder.choked[name] = "the loader gives it other memory (it sets .data)"
     return _finish(recorder, tensors)
 

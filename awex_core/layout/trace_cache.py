@@ -16,7 +16,7 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -74,6 +74,7 @@ def trace_model(
     *,
     engine: str,
     folder: Path | None = None,
+    held: Callable[[], Mapping[str, torch.Tensor]] = dict,
 ) -> Trace:
     """``trace_loader``, or what it gave when the same engine was last started for the same trainer.
 
@@ -84,13 +85,14 @@ def trace_model(
         tracked: as for ``trace_loader``.
         engine: whose model it is, with its version.
         folder: where to keep traces; ``cache_folder()`` if not given.
+        held: as for ``trace_loader``.
 
     A trace that could not follow everything is not kept, and a folder that
     cannot be written, or a file that is damaged, costs a trace and nothing else.
     """
     folder = folder or cache_folder()
     if folder is None:
-        return trace_loader(load_weights, manifest, tracked)
+        return trace_loader(load_weights, manifest, tracked, held=held)
     extra = [_FORMAT, torch.__version__, engine, _code(model, load_weights)]
     structure = structure_hash(model, tracked, extra)
     key = hashlib.sha256(structure.encode() + encode_manifest(manifest)).hexdigest()
@@ -98,13 +100,13 @@ def trace_model(
     kept = _read(file, tracked)
     if kept is not None:
         sample = _sample(manifest, kept.layout)
-        if _agrees(kept, trace_loader(load_weights, sample, tracked), sample):
+        if _agrees(kept, trace_loader(load_weights, sample, tracked, held=held), sample):
             logger.info(
                 "awex: the layout is the one kept in %s; %d tensors were traced anew and agree", file, len(sample)
             )
             return kept
         logger.warning("awex: the layout kept in %s is not what tracing gives now; tracing everything", file)
-    trace = trace_loader(load_weights, manifest, tracked)
+    trace = trace_loader(load_weights, manifest, tracked, held=held)
     if not trace.untraced:
         _write(file, trace)
     return trace

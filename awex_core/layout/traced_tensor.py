@@ -122,6 +122,13 @@ _VIEWS = (
 )
 
 
+PICKS = frozenset({aten.index_select.default, aten.index.Tensor})
+"""Operators that pick rows by number."""
+
+MAX_PICKED = 1 << 12
+"""Rows that fall into more ranges than this are not worth following."""
+
+
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among arguments of an operator, which nests them one list deep at most."""
     found: list[torch.Tensor] = []
@@ -164,7 +171,38 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traced: lis
         return _cat([_unsqueeze(part, dim) for part in args[0]], dim)
     if func in _VIEWS and len(traced) == 1:
         return _view(func, args, kwargs, first)
-    return _opaque(func, args, kwargs, traced)
+    picked = _picked(func, args) if func in PICKS and first is args[0] and len(traced) == 1 else None
+    return _pick(first, *picked) if picked is not None else opaque(func, args, kwargs, traced)
+
+
+def _picked(func: Any, args: tuple[Any, ...]) -> tuple[int, list[int]] | None:
+    """The dimension that rows are picked along, and their numbers; None for masks and several dimensions."""
+    if func is aten.index_select.default:
+        dim, index = args[1], args[2]
+    else:
+        chosen = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
+        if len(chosen) != 1:
+            return None
+        dim, index = chosen[0]
+    rows = args[0].shape[dim] if args[0].dim() else 0
+    if index.is_meta or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64) or not rows:
+        return None
+    numbers = index.tolist()
+    if not numbers or not all(-rows <= number < rows for number in numbers):
+        return None
+    return dim % args[0].dim(), [number % rows for number in numbers]
+
+
+def _pick(tensor: TracedTensor, dim: int, numbers: list[int]) -> TracedTensor:
+    """Rows by their numbers: as many slices as it takes, or opaque."""
+    ends = [k for k in range(1, len(numbers)) if numbers[k] != numbers[k - 1] + 1]
+    ranges = list(zip([0, *ends], [*ends, len(numbers)], strict=True))
+    if len(ranges) > MAX_PICKED:
+        meta = tensor.meta.index_select(dim, torch.empty(len(numbers), dtype=torch.int64, device="meta"))
+        reason = f"rows picked by number fall into more than {MAX_PICKED} ranges"
+        return TracedTensor(meta, (), tensor.device, opaque=tensor.opaque or reason, sources=tensor.sources)
+    parts = [(numbers[begin], numbers[end - 1] + 1) for begin, end in ranges]
+    return _cat([_view(aten.slice.Tensor, (tensor, dim, *part), {}, tensor) for part in parts], dim)
 
 
 def names_of(traced: Sequence[TracedTensor]) -> str:
@@ -371,7 +409,7 @@ def _cat(parts: list[Any], dim: int) -> TracedTensor:
     return TracedTensor(meta, tuple(pieces), device, sources=sources, casts=traced[0].casts)
 
 
-def _opaque(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traced: list[TracedTensor]) -> Any:
+def opaque(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traced: list[TracedTensor]) -> Any:
     """Any other operator computes with values: follow the shape, remember the reason."""
     if not any("Tensor" in str(returned.type) for returned in func._schema.returns):
         raise TraceError(f"the loader asks for the values of {names_of(traced)} (by {func})")

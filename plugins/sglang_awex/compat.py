@@ -429,23 +429,46 @@ def in_checkpoint_format(model: torch.nn.Module, memory: Mapping[str, torch.Tens
 def keeping_tensors(model: torch.nn.Module) -> Iterator[None]:
     """Within: a loader runs. Afterwards every module has the tensors it had.
 
+    Some loaders derive tensors from weights as their last step; the end of an update does it again, where they are.
+
     Raises:
         PlanError: the loader gave modules other tensors, which graphs and requests would not see; names them.
     """
-    kept = [(path, m, dict(m._parameters), dict(m._buffers)) for path, m in model.named_modules()]
+    kept = [
+        (path, module, dict(module._parameters), dict(module._buffers), dict(vars(module)))
+        for path, module in model.named_modules()
+    ]
     try:
         yield
     finally:
         replaced = []
-        for path, module, parameters, buffers in kept:
+        for path, module, parameters, buffers, attributes in kept:
             for now, before in ((module._parameters, parameters), (module._buffers, buffers)):
                 changed = [name for name in now.keys() | before.keys() if now.get(name) is not before.get(name)]
                 replaced += [f"{path}.{name}" for name in changed]
                 if changed:
                     now.clear()
                     now.update(before)
+            replaced += [f"{path}.{name}" for name in _put_back(module, attributes) if name not in _DERIVED]
     if replaced:
         raise PlanError("the engine's loader puts other tensors in the place of parameters", sorted(replaced))
+
+
+def _put_back(module: torch.nn.Module, before: Mapping[str, Any]) -> list[str]:
+    """Give a module the plain tensors among its attributes that it had; returns the names of those that had changed."""
+    now = vars(module)
+    changed = [
+        name
+        for name in now.keys() | before.keys()
+        if now.get(name) is not before.get(name)
+        and (isinstance(now.get(name), torch.Tensor) or isinstance(before.get(name), torch.Tensor))
+    ]
+    for name in changed:
+        if name in before:
+            now[name] = before[name]
+        else:
+            del now[name]
+    return changed
 
 
 def _shell(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
@@ -531,6 +554,10 @@ def all_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     ]
 
 
+_DERIVED = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
+"""What latent attention computes from its weights, by the names that modules have for it."""
+
+
 def derived_tensors(model: torch.nn.Module) -> tuple[str, ...]:
     """Tensors that SGLang computes from weights at the end of an update."""
     return tuple(f"{path}.{name}" for path, _, name, _ in _derived(model))
@@ -541,7 +568,7 @@ def _derived(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, to
     return [
         (path, module, name, value)
         for path, module in model.named_modules()
-        for name in ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
+        for name in _DERIVED
         if isinstance(value := getattr(module, name, None), torch.Tensor)
     ]
 

@@ -169,12 +169,13 @@ class SglangWorkerModel:
 
     def _unreceived(self, layout: Layout) -> Iterator[_Unwritten]:
         """Live tensors that no piece fills, or not wholly, of modules that do not replace theirs."""
-        finished = {id(owner.module) for owner in self._staged}
+        finished, named = {id(owner.module) for owner in self._staged}, _tensors(self._model)
+        by_loader = {id(named[name]) for name in self._computed}  # whichever modules have it
         live = {
             _join(path, name): (module, name, tensor)
             for path, module in self._model.named_modules()
             for name, tensor in own_tensors(module).items()
-            if id(module) not in finished and _join(path, name) not in self._computed
+            if id(module) not in finished and id(tensor) not in by_loader
         }
         tensors = {full_name: tensor for full_name, (_, _, tensor) in live.items()}
         for full_name, gap in unwritten(layout, self._live_buffers(), tensors).items():

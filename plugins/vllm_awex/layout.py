@@ -53,7 +53,7 @@ class _Slot:
 
     @property
     def full_name(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
+        return _join(self.path, self.name)
 
     @property
     def direct(self) -> bool:
@@ -127,12 +127,19 @@ class VllmWorkerModel:
                 for name, tensor in own_tensors(module).items()
             ]
             tracked, load = {slot.full_name: slot.meta for slot in slots}, cast(Loader, self._model.load_weights)
-            trace = trace_model(self._model, load, manifest, tracked, engine=f"vllm {vllm.__version__}")
+            trace = trace_model(
+                self._model, load, manifest, tracked, engine=f"vllm {vllm.__version__}", held=self._held
+            )
             _check_followed(trace, slots)
-            computed = find_computed(trace, load, manifest, tracked)
+            computed = find_computed(trace, load, manifest, tracked, held=self._held)
         traced = self._assign(trace, {slot.full_name: slot for slot in slots}, computed)
         rules = self._check_complete(trace, traced.layout, slots)
         return replace(traced, kept=left_out(rules), ignored=left_out(self._ignored(trace, manifest)))
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        """The model's tensors by name, as they are now."""
+        modules = self._model.named_modules()
+        return {_join(path, name): tensor for path, module in modules for name, tensor in own_tensors(module).items()}
 
     def _ignored(self, trace: Trace, manifest: Sequence[CanonicalTensor]) -> dict[str, str]:
         """Tensors that the loader drops and may drop, with the rule."""
@@ -190,7 +197,7 @@ class VllmWorkerModel:
         """
         dummy = self._vllm_config.load_config.load_format == "dummy"
         faults, rules = self._received_and_computed(layout), {}
-        for name, (begin, end) in [*self._unfilled(trace, slots), *self._unreceived(layout)]:
+        for name, (begin, end) in [*self._unfilled(trace, layout, slots), *self._unreceived(layout)]:
             rule, wrong = why_kept(kept.TABLE, self._model, name, dummy=dummy)
             if not rule:
                 wrong = UNWRITTEN.format(begin, end)
@@ -215,25 +222,32 @@ class VllmWorkerModel:
     def _live_buffers(self) -> list[torch.Tensor | None]:
         return [entry if isinstance(entry, torch.Tensor) else None for entry in self._buffers]
 
-    def _unfilled(self, trace: Trace, slots: Sequence[_Slot]) -> Iterator[_Unwritten]:
-        """Checkpoint-format tensors that are processed after loading or computed, and that are not wholly filled."""
+    def _unfilled(self, trace: Trace, layout: Layout, slots: Sequence[_Slot]) -> Iterator[_Unwritten]:
+        """Checkpoint-format tensors that are processed after loading or computed, and that are not wholly filled.
+
+        One that vLLM leaves where it is, live, may be filled as another module's (a bias of the router's and of its
+        experts').
+        """
         gaps = {trace.layout.buffers[gap.buffer].name: (gap.start, gap.end) for gap in reversed(trace.gaps)}
+        left_live = {slot.full_name: slot.live for slot in slots if slot.live is not None and slot.live is slot.meta}
+        received = left_live.keys() - unwritten(layout, self._live_buffers(), left_live).keys()
         aside = {id(owner.module) for owner in self._staged}
         by_loader = {slot.full_name for slot in self._computed}
         for slot in slots:
             processed = slot.live is None or id(slot.module) in aside or slot.full_name in by_loader
-            if processed and slot.full_name in gaps and is_demanded(slot.module, slot.name):
+            missing = slot.full_name in gaps and slot.full_name not in received
+            if processed and missing and is_demanded(slot.module, slot.name):
                 yield slot.full_name, gaps[slot.full_name]
 
     def _unreceived(self, layout: Layout) -> Iterator[_Unwritten]:
         """Live tensors that no piece fills, or not wholly, and that no post-load step computes."""
         aside = {id(owner.module) for owner in self._staged}
-        by_loader = {(id(slot.module), slot.name) for slot in self._computed}
+        by_loader = {id(slot.live) for slot in self._computed}  # whichever modules have it
         live = {
-            f"{path}.{name}" if path else name: (module, name, tensor)
+            _join(path, name): (module, name, tensor)
             for path, module in self._model.named_modules()
             for name, tensor in own_tensors(module).items()
-            if id(module) not in aside and not self._computes(module, name) and (id(module), name) not in by_loader
+            if id(module) not in aside and not self._computes(module, name) and id(tensor) not in by_loader
         }
         tensors = {full_name: tensor for full_name, (_, _, tensor) in live.items()}
         for full_name, gap in unwritten(layout, self._live_buffers(), tensors).items():
@@ -368,6 +382,10 @@ class VllmWorkerModel:
 def _place_in(module: torch.nn.Module, name: str) -> Place | None:
     tensor = own_tensors(module).get(name)
     return place_of(tensor) if tensor is not None else None
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _live(slot: _Slot) -> torch.Tensor:

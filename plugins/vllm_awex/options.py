@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,12 +68,17 @@ def export_options(args: argparse.Namespace) -> None:
     """Check the flags and leave them in the environment; does nothing unless our backend is chosen.
 
     Raises:
-        ConfigError: a flag is missing or does not go with another; before any model is loaded.
+        ConfigError: a flag is missing or does not go with another, or the environment says what a flag has to say;
+            before any model is loaded.
         MetaServerError: the meta server does not answer within the time limit, or not to this token.
     """
     if getattr(getattr(args, "weight_transfer_config", None), "backend", "") == "awex":
         args.weight_sync_backend = "awex"  # vLLM's own way to say what our flag says
     if not options.read_flags(args):
+        if os.environ.get("AWEX_BACKEND"):
+            raise ConfigError(
+                "AWEX_BACKEND is what SGLang reads: start vLLM with --weight-sync-backend=awex, or unset it"
+            )
         return
     options.settle_engine(
         "vllm",

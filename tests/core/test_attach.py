@@ -17,7 +17,7 @@ from awex_core.meta.server import MetaServer
 from tests.rules.tree import ROOT
 
 TOKEN = "test-token"
-LIMIT_S = 10
+LIMIT_S = 20
 
 
 def run_ranks(folder: Path, *what: str) -> list[list[str]]:
@@ -61,7 +61,7 @@ def test_a_rank_that_forgets_attach_is_named_within_the_limit(tmp_path: Path, fo
                 "SyncTimeout: not all 3 ranks of the trainer's process group met in attach() within 10"
             )
             assert f"; not called by rank(s) {forgetful}" in error and f"given up by rank(s) {rank}" not in error
-            assert LIMIT_S - 1 < float(seconds) < LIMIT_S + 10
+            assert LIMIT_S - 1 < float(seconds) < LIMIT_S + 30
         assert said[-1].endswith(" attached"), "the group is of use, and ranks that come later meet"
 
 

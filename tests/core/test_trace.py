@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,34 @@ def test_cat_and_stack_of_views_land_as_several_copies() -> None:
     check_same_as_loading(
         model, load, {"a": numbered(2, 8), "b": numbered(4, 8) + 50, "c": numbered(4, 4), "d": numbered(4, 4) + 9}
     )
+
+
+@given(st.lists(st.integers(-4, 3), min_size=1, max_size=8), st.lists(st.integers(0, 5), min_size=1, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_rows_and_columns_picked_by_number_are_boxes(rows: list[int], columns: list[int]) -> None:
+    model = {"rows": torch.zeros(len(rows), 6), "columns": torch.zeros(4, len(columns)), "of": torch.zeros(1, 8)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        w = dict(weights)
+        model["rows"].copy_(w["a"][torch.tensor(rows)])
+        model["columns"].copy_(w["a"].index_select(1, torch.tensor(columns, dtype=torch.int32)))
+        model["of"].copy_(torch.cat([w["a"], w["b"]]).t()[[3], :])
+
+    check_same_as_loading(model, load, {"a": numbered(4, 6), "b": numbered(4, 6) + 50})
+
+
+def test_rows_that_are_picked_otherwise_are_computed() -> None:
+    def pick(choose: Callable[[Weights, Weights], Any]) -> dict[str, frozenset[str]]:
+        def load(model: Weights, weights: Weights) -> None:
+            model["s"].copy_(weights["b"])
+            model["w"].copy_(weights["a"][choose(model, weights)][:2])
+
+        return computed({"s": torch.zeros(2), "w": torch.zeros(2, 2)}, load, {"a": numbered(4, 2), "b": numbered(2)})
+
+    by_a_weight, by_a_parameter = lambda _, w: w["b"].argsort(), lambda model, _: model["s"].argsort()
+    assert pick(by_a_weight) == pick(by_a_parameter) == {"w": {"a", "b"}}
+    in_two_dimensions, too_many = (torch.tensor([0, 1]), torch.tensor([1, 1])), torch.arange(8000) % 2 * 2
+    assert pick(lambda *_: in_two_dimensions) == pick(lambda *_: too_many) == {"w": {"a"}}
 
 
 def test_a_tensor_used_twice_and_late() -> None:
@@ -376,6 +405,23 @@ def test_a_parameter_that_is_given_other_memory_gets_its_own_back() -> None:
     result = trace(model, load, {"w": numbered(4)})
     assert "gives it other memory" in str(result.untraced[0])
     assert model["w"].data_ptr() == place and model["w"].eq(1).all()
+
+
+def test_a_parameter_that_the_loader_makes_anew_is_computed_by_it() -> None:
+    """What was there is what the engine computes with; where there was nothing, nothing would compute with it."""
+    model = {"w": torch.zeros(4)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            model[name] = torch.empty(4)
+            model[name].copy_(loaded)
+
+    manifest = [CanonicalTensor("w", (4,), "float32"), CanonicalTensor("bias", (4,), "float32")]
+    result = trace_loader(load, manifest, dict(model), held=lambda: model)
+    made, missing = sorted(result.untraced, key=lambda each: each.name, reverse=True)
+    assert (made.name, made.buffer, made.sources) == ("w", 0, {"w"}) and not result.layout.constants
+    assert missing.buffer is None and "bias: the loader makes it only for a checkpoint that has it" in str(missing)
+    assert not result.gaps and not result.dropped
 
 
 def test_what_is_copied_over_a_fill_counts() -> None:

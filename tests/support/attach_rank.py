@@ -20,6 +20,8 @@ from awex_core.errors import AwexError
 
 
 def attach() -> None:
+    assert awex_core.attach  # imports what it needs; from here on ranks are together but for what they are to do
+    dist.barrier()
     begun = time.monotonic()
     try:
         awex_core.attach(nn.Linear(2, 2)).close()
@@ -33,10 +35,11 @@ def main(store: Path, rank: int, world: int, what: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     if what == "fail":
         os.environ["AWEX_VERIFY"] = "Full"
-    if what != "forget":
+    if what == "forget":
+        dist.barrier()
+    else:
         attach()
     # The group is still of use, whatever attach came to.
-    dist.barrier()
     os.environ.pop("AWEX_VERIFY")
     attach()
     dist.destroy_process_group()

@@ -27,8 +27,9 @@ _FILE = Path(__file__).with_suffix(".json")
 class Public:
     """A family: its model type, the class of transformers that makes it, and its configuration.
 
-    ``published`` is what the published ``config.json`` has besides, ``renamed`` which parts of tensors' names are
-    others in the published checkpoint, and ``transposed`` the ends of names of tensors that it has the other way.
+    ``published`` is what the published ``config.json`` has besides, or has not (null); ``renamed`` which parts of
+    tensors' names are others in the published checkpoint, ``transposed`` the ends of names of tensors that it has
+    the other way.
     """
 
     model_type: str
@@ -80,9 +81,10 @@ def make_public(out: Path | str, kind: str, *, dtype: str = "bfloat16", seed: in
 
 
 def _merged(fields: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a configuration with more, also of the configurations in it."""
-    inner = {name: _merged(fields[name], value) for name, value in more.items() if isinstance(fields.get(name), dict)}
-    return fields | more | inner
+    """Fields of a configuration with more, also of the configurations in it; without those that are None there."""
+    inner = {name: _merged(fields[name], value) for name, value in more.items() if isinstance(value, dict)}
+    absent = {name for name, value in more.items() if value is None}
+    return {name: value for name, value in (fields | more | inner).items() if name not in absent}
 
 
 def main() -> None:

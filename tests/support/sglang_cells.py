@@ -6,6 +6,7 @@ from functools import partial
 
 from tests.support import cells
 from tests.support.cells import DP2, EP2, PP2, TP1, TP2, Sizes
+from tests.support.public_families import PUBLIC
 from tests.support.trainers import with_all, with_few
 
 Cell = partial(cells.Cell, "sglang")
@@ -48,7 +49,10 @@ WITH_MORE = [
 ]
 """Trainers with tensors for which an engine needs no place, by rule."""
 
-TABLE = [*PLAIN, *OTHER_PRECISIONS, *WITH_MORE]
+PUBLISHED = [Cell(kind) for kind in PUBLIC]
+"""Tiny models of public families, one of each."""
+
+TABLE = [*PLAIN, *OTHER_PRECISIONS, *WITH_MORE, *PUBLISHED]
 
 MUTATED = {
     Cell("deepseek", mutation="stale-derived"): {
@@ -67,6 +71,9 @@ MUTATED = {
 MISMATCHED = {
     Cell("glm4.5-moe", trainer="checkpoint with a layer", sizes=_DRAFT): "model.layers.3.",
     Cell("glm4.5-moe", trainer="checkpoint without e_score_correction_bias"): "e_score_correction_bias",
+    Cell(
+        "gemma4-text", trainer="checkpoint without layer_scalar"
+    ): "model.layers.0.layer_scalar: the trainer's tensors leave",
     Cell("qwen2", trainer="checkpoint without k_proj.bias"): "qkv_proj.bias",
     Cell("llama-tied", other=(("tie_word_embeddings", False),)): "lm_head.weight: it takes 0 of",
 }
@@ -82,5 +89,9 @@ SHORT = [
     *(cell for cell in OTHER_PRECISIONS if (cell.kind, cell.quantised) in {("deepseek", ""), ("qwen3", "int8")}),
     *(cell for cell in OTHER_PRECISIONS if (cell.kind, cell.quantised) == ("deepseek", "block-fp8")),
     *WITH_MORE,
+    *(
+        Cell(kind)
+        for kind in ("falcon-h1", "falcon-new", "gemma", "gemma2", "kimi-linear", "llama4-mm", "minicpm3", "qwen3-next")
+    ),
 ]
 """What one test run looks at; the rest with ``AWEX_ALL_CELLS=1``."""

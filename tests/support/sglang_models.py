@@ -14,7 +14,7 @@ from tests.support.built import Built, Place, Tensors
 from tests.support.cells import Cell
 from tests.support.sglang_jobs import BIN, OPTIONS, sglang_env
 
-BACKENDS = dict.fromkeys(("gpt-oss", "exaone4", "exaone-moe"), {"attention_backend": "triton"})
+BACKENDS = {kind: {"attention_backend": "triton"} for kind in ("gpt-oss", "exaone4", "exaone-moe")}
 """SGLang refuses others for these models. The backend is named, never run."""
 
 
@@ -26,7 +26,23 @@ def command() -> tuple[Path, dict[str, str]]:
 def start() -> None:
     """See ``built``."""
     import sglang.srt.model_executor.model_runner
+
+    _lend_kernels()
     import sglang.srt.models.registry  # noqa: F401 - imports all model classes, which each rank would do anew
+
+
+def _lend_kernels() -> None:
+    """Some models name kernels that no CPU here has when they are imported. Nothing is computed with them."""
+    from sglang.srt.layers.attention.mamba import mamba
+
+    normed = ("fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu")
+    for operator in (*normed, "fused_sigmoid_mul_cpu", "fused_qkvzba_split_reshape_cat_contiguous_cpu"):
+        with contextlib.suppress(RuntimeError):  # it is there already
+            torch.library.define(f"sgl_kernel::{operator}", "() -> ()")
+    for kernel in ("causal_conv1d_fn", "causal_conv1d_update"):
+        for name in (kernel, f"{kernel}_triton"):
+            if not hasattr(mamba, name):
+                setattr(mamba, name, None)
 
 
 def prepare(checkpoint: Path) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 
 from tests.support import cells
 from tests.support.cells import EP2, PP2, TP1, TP2, Sizes
+from tests.support.public_families import PUBLIC
 from tests.support.trainers import with_all, with_few
 
 Cell = partial(cells.Cell, "vllm")
@@ -45,7 +46,10 @@ WITH_MORE = [
 ]
 """Trainers with tensors for which an engine needs no place, by rule."""
 
-TABLE = [*PLAIN, *OTHER_PRECISIONS, *WITH_MORE]
+PUBLISHED = [Cell(kind) for kind in PUBLIC]
+"""Tiny models of public families, one of each."""
+
+TABLE = [*PLAIN, *OTHER_PRECISIONS, *WITH_MORE, *PUBLISHED]
 
 MUTATED = [
     Cell("qwen3-moe", EP2, mutation="swap-experts"),
@@ -69,6 +73,12 @@ MISMATCHED = {
     Cell(
         "llama-tied", other=(("tie_word_embeddings", False),)
     ): "lm_head.weight [0:301, 0:128] and model.embed_tokens.weight [0:301, 0:128]",
+    Cell(
+        "glm4.5-moe", trainer="checkpoint without e_score_correction_bias"
+    ): "layers.1.mlp.gate.e_score_correction_bias: ",
+    Cell(
+        "gemma4-text", trainer="checkpoint without layer_scalar"
+    ): "model.layers.0.layer_scalar: the trainer's tensors leave",
 }
 """Trainers whose model is another or lacks a part, and what the refusal has to name."""
 
@@ -84,5 +94,19 @@ SHORT = [
     Cell("qwen3", TP2, "tp=2,pp=2", quantised="block-fp8", sizes=_WIDE),
     *dict.fromkeys(replace(cell, mutation="") for cell in MUTATED),
     *WITH_MORE,
+    *(
+        Cell(kind)
+        for kind in (
+            "afmoe",
+            "bloom",
+            "deepseek-v32",
+            "falcon-h1",
+            "laguna",
+            "llama4-mm",
+            "llava",
+            "qwen3-vl-moe",
+            "zamba2",
+        )
+    ),
 ]
 """What one test run looks at; the rest with ``AWEX_ALL_CELLS=1``."""

@@ -33,6 +33,10 @@ ENV = {
 }
 
 
+STARTED_ON_A_CHECKPOINT = ("phi2", "phimoe")
+"""Families for which vLLM makes a parameter (the bias of the head) only when it is given the tensor."""
+
+
 def command() -> tuple[Path, dict[str, str]]:
     """See ``built``."""
     return Path(sys.executable), {**os.environ, **ENV}
@@ -102,7 +106,7 @@ def built(cell: Cell, checkpoint: Path, place: Place, *, follows: bool) -> Itera
     arguments = EngineArgs(
         model=str(checkpoint),
         # Dummy weights are noise everywhere, in KV-cache scales too, which no checkpoint here would mend.
-        load_format="dummy" if follows and not cell.quantised else "auto",
+        load_format="dummy" if follows and not cell.quantised and cell.kind not in STARTED_ON_A_CHECKPOINT else "auto",
         dtype=cell.dtype,
         tensor_parallel_size=layout.tp,
         pipeline_parallel_size=layout.pp,
