@@ -28,14 +28,14 @@ import torch
 
 from awex_core.casts import cast_into
 from awex_core.errors import SyncTimeout, TransferError
-from awex_core.layout.dtypes import DTYPES, ITEMSIZE
+from awex_core.layout.dtypes import ITEMSIZE
 from awex_core.layout.live import Memory
 from awex_core.plan.boxes import IntArray
 from awex_core.plan.program import CopyProgram
 from awex_core.plan.split import split_pieces, split_rows
 from awex_core.transfer.base import Deadline, Programs, Progress, check_hold_word, check_programs
 from awex_core.transfer.transport import End, Export, Transport, on_one_kind, read_offer
-from awex_core.transfer.views import descriptor_view
+from awex_core.transfer.views import descriptor_view, dtype_of
 
 if TYPE_CHECKING:
     from awex_core.meta.messages import Process
@@ -225,7 +225,7 @@ class ShmReceiver:
 
     def _pull_dense(self, pid: int, program: CopyProgram, k: int, remote: IntArray, memory: Memory) -> None:
         rows, cols, stride = int(program.rows[k]), int(program.cols[k]), int(program.src_row_stride[k])
-        dtype = getattr(torch, DTYPES[int(program.src_dtype[k])])
+        dtype = dtype_of(program, k, "src")
         if self._staging is None:
             self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8)
         base = int(remote[program.src_buffer[k]] + program.src_offset[k])
@@ -240,7 +240,7 @@ class ShmReceiver:
         for begin, end in runs.batches():
             runs.read(pid, begin, end)
         rows, cols = int(program.rows[k]), int(program.cols[k])
-        dtype = getattr(torch, DTYPES[int(program.src_dtype[k])])
+        dtype = dtype_of(program, k, "src")
         packed = self._staging[: rows * cols * dtype.itemsize].view(dtype)
         values = packed.view(cols, rows).t() if source.by_columns else packed.view(rows, cols)
         cast_into(descriptor_view(program, k, memory, "dst"), values)

@@ -9,6 +9,12 @@ from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
 
 
+def dtype_of(program: CopyProgram, k: int, side: str) -> torch.dtype:
+    """What descriptor ``k``'s elements are on one side."""
+    dtype: torch.dtype = getattr(torch, DTYPES[int(getattr(program, f"{side}_dtype")[k])])
+    return dtype
+
+
 def descriptor_view(program: CopyProgram, k: int, memory: Memory, side: str) -> torch.Tensor:
     """Descriptor ``k``'s elements on one side, as a ``[rows, cols]`` view of live memory."""
     return memory.view(
@@ -16,5 +22,5 @@ def descriptor_view(program: CopyProgram, k: int, memory: Memory, side: str) -> 
         int(getattr(program, f"{side}_offset")[k]),
         (int(program.rows[k]), int(program.cols[k])),
         (int(getattr(program, f"{side}_row_stride")[k]), int(getattr(program, f"{side}_col_stride")[k])),
-        getattr(torch, DTYPES[int(getattr(program, f"{side}_dtype")[k])]),
+        dtype_of(program, k, side),
     )

@@ -119,7 +119,7 @@ def test_a_transport_of_another_package_is_found(entry_point: Any) -> None:
         SyncConfig(meta_server="127.0.0.1:1", token="t", transport="toy")
     entry_point("toy", "toy_of_others:Toy")
     assert SyncConfig(meta_server="127.0.0.1:1", token="t", transport="toy").transport == "toy"
-    assert [transport.name for transport in candidates(CPU, CPU, "auto")[0]][0] == "toy"
+    assert candidates(CPU, CPU, "auto")[0][0].name == "toy"
     assert [transport.name for transport in candidates(CPU, CPU, "toy")[0]] == ["toy"]
     assert isinstance(registry.installed(["toy"], "engine e")[0], ShmTransport)
 

@@ -255,14 +255,14 @@ def test_weights_that_cannot_be_mapped_come_through_a_group(
     for number in (1, 2):
         assert trainer.write(number).committed == ("e",)
         assert holds(engine, trainer.weights)
-    assert "weights of writer rank 1 come over NCCL, not CUDA IPC" in caplog.text
+    assert "weights of writer rank 1 come over nccl: its memory cannot be shared" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("gpus", "transport", "complaint"),
     [
-        (("cuda:a", "cuda:a"), "auto", "use one GPU, where NCCL cannot serve them"),
-        (("cuda:a", "cuda:b"), "ipc", "what writer rank 0 left is not to be read"),
+        (("cuda:a", "cuda:a"), "auto", "nccl: both use one GPU, and NCCL wants one for each"),
+        (("cuda:a", "cuda:b"), "ipc", "ipc: its memory cannot be shared between processes"),
         (("cpu", "cuda:b"), "auto", "move the trainer's weights to a GPU"),
     ],
 )
