@@ -741,9 +741,11 @@ class WeightReader:
             if sync is None or sync.engines[self.engine].outcome == "failed":
                 why = _why(sync, self.engine)
                 raise TransferError(f"version {attempt.version} ended before it was verified{why}")
-            parts = sync.digests.get(self._info.layout, {})
-            missing[:] = [rank for rank in missing if rank not in parts]
-            return sum_lanes(map(unpack_lanes, parts.values())) if not missing else None
+            digest = sync.digests.get(self._info.layout)
+            if digest is None:
+                return None
+            missing[:] = digest.missing
+            return unpack_lanes(digest.sum) if not missing else None
 
         what = f"the digest of version {attempt.version}"
         try:

@@ -147,18 +147,32 @@ class EngineSync(_Message, frozen=True):
     """In the order in which every writer rank serves them; at most one for each worker."""
 
 
+DIGEST_NBYTES = 8 * LANES
+"""Lanes of 64 bits, little-endian."""
+
+DigestPart = Annotated[bytes, msgspec.Meta(min_length=DIGEST_NBYTES, max_length=DIGEST_NBYTES)]
+
+
+class DigestView(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The digest of one destination layout: the sum of all writer ranks' shares, once none is missing."""
+
+    sum: DigestPart
+    missing: list[int]
+    """Writer ranks that have not sent theirs."""
+
+
 class SyncView(_Message, frozen=True):
     """One version on its way.
 
-    ``engines`` is fixed when the last writer rank arrives. ``digests`` maps a
-    destination layout's hash to each writer rank's partial digest of it.
+    ``engines`` is fixed when the last writer rank arrives. ``digests`` is by the
+    destination layout's hash.
     """
 
     version: Version
     state: SyncState
     arrived: list[int]
     engines: dict[str, EngineSync]
-    digests: dict[str, dict[int, bytes]]
+    digests: dict[str, DigestView]
     verify: VerifyMode
     remaining_s: float
     reason: str = ""
@@ -296,7 +310,7 @@ class PublishDigest(_Message, frozen=True):
 
     incarnation: str
     version: Version
-    digests: dict[str, bytes]
+    digests: dict[str, DigestPart]
     target: str = ""
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from awex_core.commit.modes import VerifyMode
 from awex_core.errors import Refused
+from awex_core.meta.digests import Digests
 from awex_core.meta.engines import Engine
 from awex_core.meta.limits import MAX_REASON
 from awex_core.meta.members import describe
@@ -55,7 +56,7 @@ class Sync:
     parts: dict[str, EngineSync] = field(default_factory=dict)
     reported: dict[str, set[int]] = field(default_factory=dict)
     prefetched: dict[str, set[int]] = field(default_factory=dict)
-    digests: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    digests: Digests = field(default_factory=Digests)
     reason: str = ""
     superseded: bool = False
     whole_because: str = ""
@@ -69,7 +70,7 @@ class Sync:
             state=self.state,
             arrived=sorted(self.arrived),
             engines={name: self._shown(name) for name in self.parts},
-            digests={layout: dict(parts) for layout, parts in self.digests.items()},
+            digests=self.digests.view(self.world),
             verify=self.verify,
             only=list(self.only),
             base=self.base or INITIAL,
@@ -314,14 +315,12 @@ class Sync:
 
     def keep_digests(self, rank: int, message: PublishDigest, max_bytes: int) -> None:
         """Keep a rank's partial digests; the same again is fine."""
-        held = {(layout, rank): len(part) for layout, parts in self.digests.items() for rank, part in parts.items()}
-        held.update({(layout, rank): len(part) for layout, part in message.digests.items()})
-        if sum(held.values()) > max_bytes:
+        new = [part for layout, part in message.digests.items() if rank not in self.digests.parts.get(layout, {})]
+        if self.digests.nbytes + sum(map(len, new)) > max_bytes:
             raise Refused("too_large", f"digests of one version may hold {max_bytes} bytes in all")
-        for layout, digest in message.digests.items():
-            if self.digests.setdefault(layout, {}).get(rank) != digest:
-                self.digests[layout][rank] = digest
-                self.pulse.changed()
+        changed = [self.digests.keep(layout, rank, part) for layout, part in message.digests.items()]
+        if any(changed):
+            self.pulse.changed()
 
 
 class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -348,12 +347,14 @@ class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def save_sync(sync: Sync) -> SavedSync:
     """What is to be kept of a version."""
-    return SavedSync(**{name: getattr(sync, name) for name in SavedSync.__struct_fields__})
+    fields = {name: getattr(sync, name) for name in SavedSync.__struct_fields__}
+    return SavedSync(**fields | {"digests": sync.digests.parts})
 
 
 def restore_sync(saved: SavedSync, engines: Mapping[str, Engine], pulse: Pulse) -> Sync:
     """The version as it was."""
-    return Sync(engines=engines, pulse=pulse, **msgspec.structs.asdict(saved))
+    fields = msgspec.structs.asdict(saved) | {"digests": Digests(saved.digests)}
+    return Sync(engines=engines, pulse=pulse, **fields)
 
 
 def _answer(engine: str, before: EngineSync, claimed: EngineOutcome) -> ReportReply:

@@ -44,11 +44,13 @@ from awex_core.meta import messages as m
 from awex_core.meta.limits import Limits
 from awex_core.meta.machine import Begin, Entry, Machine
 from awex_core.options import EngineOptions
-from awex_core.session import Accept, GroupMeeting, read_value
+from awex_core.session import Accept
 from awex_core.token import find_token
+from awex_core.transfer.group import GroupMeeting
 from awex_core.transfer.ipc import IpcEndpoint, IpcHandle
 from awex_core.transfer.shm import ShmEndpoint, why_unreadable
 from awex_core.transfer.shm_staged import RingAddress, attach_ring
+from awex_core.transfer.transport import read_value
 from awex_core.version import Version
 
 SECONDS = float(os.environ.get("AWEX_FUZZ_SECONDS", "30"))

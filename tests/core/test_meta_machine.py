@@ -51,7 +51,11 @@ others = st.one_of(
     ),
     st.builds(m.AskCopy, incarnation=names, timeout_s=st.just(6.0), verify=st.just("off")),
     st.builds(
-        m.PublishDigest, incarnation=names, version=versions, digests=st.just({"L": b"1"}), target=st.sampled_from("au")
+        m.PublishDigest,
+        incarnation=names,
+        version=versions,
+        digests=st.just({"L": b"1" * 512}),
+        target=st.sampled_from("au"),
     ),
     st.builds(m.Put, key=st.sampled_from("xy"), value=st.binary(max_size=3), ttl_s=st.sampled_from((1.0, 20.0))),
     lender,
@@ -93,7 +97,7 @@ def hold(incarnation: str, version: Version) -> m.ReportWorker:
 EVENTS: list[tuple[float, msgspec.Struct]] = [
     *((0.0, message) for message in START),
     (1.0, m.Put(key="x", value=b"value", ttl_s=500)),
-    (1.0, m.PublishDigest(incarnation="run1-w0", version=Version(1, 1), digests={"L": b"1"})),
+    (1.0, m.PublishDigest(incarnation="run1-w0", version=Version(1, 1), digests={"L": b"1" * 512})),
     (1.0, hold("a-0-1", Version(1, 1))),
     (1.0, m.ReportEngine(incarnation="a-c1", version=Version(1, 1), outcome="updating")),
     (1.0, hold("a-1-1", Version(1, 1))),

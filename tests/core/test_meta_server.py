@@ -275,7 +275,7 @@ def test_every_request_of_one_sync(client):
     client.set_engine_state("c", "ready", Version(0, 0))
     client.announce("w", 7, timeout_s=30, verify="full")
     version = Version(1, 7)
-    client.publish_digest("w", version, {"L": b"8 bytes."})
+    client.publish_digest("w", version, {"L": b"8 bytes." * 64})
     assert client.report_engine("c", version, "updating").accepted
     assert client.report_worker("k", version, figures={"bytes": 1}).accepted
     assert client.report_worker("k2", version, figures={"bytes": 2}).accepted
@@ -284,7 +284,7 @@ def test_every_request_of_one_sync(client):
 
     view = client.watch()
     assert view.sync is not None
-    assert (view.sync.state, view.sync.digests) == ("done", {"L": {0: b"8 bytes."}})
+    assert (view.sync.state, view.sync.digests) == ("done", {"L": m.DigestView(b"8 bytes." * 64, [])})
     assert {name: engine.version for name, engine in view.engines.items()} == {"e": version, "offline": version}
     assert client.heartbeat(["w", "k", "c", "nobody"]) == ["nobody"]
     client.leave("w")

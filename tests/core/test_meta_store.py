@@ -742,13 +742,24 @@ def test_lapses_are_applied_before_a_late_report_even_without_a_tick():
     assert store.view(5).engines["e"].version == Version()
 
 
-def test_digests_are_kept_by_layout_and_rank():
+def lanes(*first: int) -> bytes:
+    """A digest whose first lanes are these."""
+    return b"".join(lane.to_bytes(8, "little") for lane in [*first, *[0] * (64 - len(first))])
+
+
+def test_digests_are_added_up_by_layout():
     store = ready_store(writers=2)
     store.announce(announce(), 0)
-    for rank in (0, 1, 1):
-        digest = m.PublishDigest(incarnation=f"run1-w{rank}", version=Version(1, 1), digests={"L": bytes([rank])})
+
+    def publish(rank: int, part: bytes) -> dict[str, m.DigestView]:
+        digest = m.PublishDigest(incarnation=f"run1-w{rank}", version=Version(1, 1), digests={"L": part})
         store.publish_digest(digest, 0)
-    assert sync_of(store).digests == {"L": {0: b"\0", 1: b"\1"}}
+        return sync_of(store).digests
+
+    assert publish(1, lanes(5, 7)) == {"L": m.DigestView(lanes(5, 7), [0])}
+    assert publish(1, lanes(2**64 - 1, 7)) == {"L": m.DigestView(lanes(2**64 - 1, 7), [0])}, "in the place of the first"
+    for _ in range(2):  # the same again changes nothing
+        assert publish(0, lanes(3, 0, 9)) == {"L": m.DigestView(lanes(2, 7, 9), [])}
     with pytest.raises(Fenced, match=r"version 1.2 is not on its way"):
         store.publish_digest(m.PublishDigest(incarnation="run1-w0", version=Version(1, 2), digests={}), 0)
 
@@ -811,13 +822,13 @@ def test_the_number_of_members_is_bounded():
 
 
 def test_digests_are_bounded():
-    store = new_store(digest_bytes=8)
+    store = new_store(digest_bytes=512)
     store.join_writer(writer(), 0)
     store.announce(announce(), 0)
     for _ in range(2):
-        store.publish_digest(m.PublishDigest(incarnation="run1-w0", version=Version(1, 1), digests={"a": b"8" * 8}), 0)
-    with refused("too_large", "8 bytes in all"):
-        store.publish_digest(m.PublishDigest(incarnation="run1-w0", version=Version(1, 1), digests={"b": b"1"}), 0)
+        store.publish_digest(m.PublishDigest(incarnation="run1-w0", version=Version(1, 1), digests={"a": lanes(8)}), 0)
+    with refused("too_large", "512 bytes in all"):
+        store.publish_digest(m.PublishDigest(incarnation="run1-w0", version=Version(1, 1), digests={"b": lanes(1)}), 0)
 
 
 def test_blobs_that_live_members_name_are_kept_and_others_go():

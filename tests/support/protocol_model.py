@@ -12,6 +12,7 @@ worker's bytes are the tags that it has read, so a mix of two versions shows its
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Generator
@@ -33,6 +34,7 @@ from awex_core.errors import (
 )
 from awex_core.lender import copy_key
 from awex_core.meta import messages as m
+from awex_core.meta.digests import Digests
 from awex_core.meta.limits import Limits
 from awex_core.meta.store import JobStore
 from awex_core.meta.sync import Sync
@@ -548,7 +550,7 @@ class Session:
 
 
 def digest(weights: Bytes) -> bytes:
-    return repr(sorted(weights.items())).encode()
+    return hashlib.shake_128(repr(sorted(weights.items())).encode()).digest(m.DIGEST_NBYTES)
 
 
 # The engine
@@ -789,17 +791,19 @@ class Worker(Process):
                 session.wanting.discard(self.rank)
 
     def _verify(self, attempt: Attempt) -> Steps[None]:
-        def complete(view: m.JobView) -> set[bytes] | None:
+        def complete(view: m.JobView) -> bytes | None:
             sync = self._sync_now(view, attempt)
             if sync is None or sync.engines[self.engine.name].outcome == "failed":
                 raise TransferError(f"version {attempt.version} ended before it was verified")
-            parts = sync.digests.get("L", {})
-            return set(parts.values()) if len(parts) == WORLD else None
+            seen = sync.digests.get("L")
+            return seen.sum if seen is not None and not seen.missing else None
 
         left = max(attempt.end - self.world.now, 0.0)
         expected = yield from self.wait_for(complete, timeout_s=left, what="the digest")
-        found = {digest({p: tag for p, tag in self.bytes.items() if p[0] == rank}) for rank in range(WORLD)}
-        if found != expected:
+        found = Digests()
+        for rank in range(WORLD):
+            found.keep("L", rank, digest({p: tag for p, tag in self.bytes.items() if p[0] == rank}))
+        if found.view(WORLD)["L"].sum != expected:
             raise VerifyError("the digest differs")
 
     def _release(self, _: None) -> Steps[None]:
