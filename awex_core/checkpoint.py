@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from awex_core.errors import ConfigError, LayoutError, list_faults
 from awex_core.layout.dtypes import can_convert
@@ -32,9 +33,6 @@ _DTYPES = {
     "BOOL": "bool",
 }
 """Names of element types in safetensors headers."""
-
-_MAX_HEADER = 100_000_000
-"""Bytes; the limit that the format itself sets."""
 
 _FIELDS = ("model_type", "vocab_size", "tie_word_embeddings", "quantization_config")
 """What is read of a transformers config object."""
@@ -158,28 +156,17 @@ def read_headers(folder: Path) -> list[CanonicalTensor]:
 
 
 def _read_header(file: Path) -> Iterator[CanonicalTensor]:
-    """Format: the header's length as 8 bytes, little-endian, then JSON (safetensors' README, "Format")."""
     try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > min(_MAX_HEADER, file.stat().st_size):
-                raise ConfigError(f"{file} is no safetensors file: its header would have {length} bytes")
-            header = json.loads(opened.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                dtype = _DTYPES.get(entry["dtype"])
+        with safe_open(file, framework="numpy") as opened:
+            for name in opened.keys():
+                part = opened.get_slice(name)
+                shape, dtype = tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
                 if dtype is None:
-                    raise ConfigError(f"{file}: {name} has elements of type {entry['dtype']}, which are not supported")
-                yield CanonicalTensor(name, _read_shape(entry["shape"]), dtype)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise (
-            error if isinstance(error, ConfigError) else ConfigError(f"{file} has no valid header: {error}")
-        ) from error
-
-
-def _read_shape(sizes: Any) -> tuple[int, ...]:
-    if not isinstance(sizes, list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in sizes):
-        raise ValueError(f"{str(sizes)[:80]!r} is not a shape")
-    return tuple(sizes)
+                    raise ConfigError(
+                        f"{file}: {name} has elements of type {part.get_dtype()}, which are not supported"
+                    )
+                if any(size > MAX_SIZE for size in shape):
+                    raise ConfigError(f"{file}: {name} has shape {shape}, beyond all measure")
+                yield CanonicalTensor(name, shape, dtype)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error

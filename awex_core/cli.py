@@ -2,7 +2,6 @@
 
     awex meta-server   runs the meta server of a cluster
     awex status        shows who is there and what became of the current version
-    awex matrix        tries every model family, trainer layout and engine layout, from a source checkout
 
 The token is read from ``--token-file``, ``AWEX_TOKEN`` or the file that
 ``AWEX_TOKEN_FILE`` names, in this order. It is never an argument, because every
@@ -14,11 +13,9 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -55,7 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_meta_server(commands)
     _add_status(commands)
-    _add_matrix(commands)
     return parser
 
 
@@ -91,31 +87,6 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("--token-file", help="file with the bearer token (default: AWEX_TOKEN or AWEX_TOKEN_FILE)")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_run_status)
-
-
-def _add_matrix(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    about = "run the coverage matrix: real trainers and the engines' own model classes, on CPU"
-    command = commands.add_parser("matrix", allow_abbrev=False, help=about, description=about.capitalize() + ".")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the cells as JSON")
-    command.add_argument("--only", default="", metavar="TEXT", help="cells whose name has this in it: 'vllm qwen3 '")
-    command.set_defaults(run=_run_matrix)
-
-
-CHECKOUT = Path(__file__).resolve().parents[1]
-"""The source checkout, if this package is installed from one."""
-
-
-def _run_matrix(arguments: argparse.Namespace) -> int:
-    if not (CHECKOUT / "tests" / "matrix.py").is_file():
-        raise ConfigError(
-            f"the matrix needs a source checkout, and awex_core is installed in {CHECKOUT}: clone the repository and "
-            'run "make setup" and "make matrix" there'
-        )
-    python, others = CHECKOUT / ".venv" / "bin" / "python", CHECKOUT / ".venv-sglang" / "bin" / "python"
-    if not (python.exists() and others.exists()):
-        raise ConfigError(f'the matrix needs the environments of {CHECKOUT}: run "make setup" there')
-    options = ["--json", str(arguments.json.absolute())] if arguments.json else []
-    return subprocess.call([python, "-m", "tests.matrix", "--only", arguments.only, *options], cwd=CHECKOUT)
 
 
 def _run_meta_server(arguments: argparse.Namespace) -> int:
