@@ -11,7 +11,7 @@ missing then. Everything else that an engine does not take is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +66,25 @@ def why_ignored(tensor: CanonicalTensor, names: Collection[str], config: EngineC
         if re.search(r"\.post_layernorm\.\w+$", name):
             return "the norm behind the vision tower's last layer, which the model does not use"
     return ""
+
+
+def ignored(
+    dropped: Collection[str],
+    manifest: Sequence[CanonicalTensor],
+    config: EngineConfig,
+    why_dropped: Callable[[str], str],
+) -> dict[str, str]:
+    """Tensors that a loader drops and may drop, with the rule.
+
+    Args:
+        dropped: what it drops, by name.
+        manifest: the trainer's tensors.
+        config: see ``why_ignored``.
+        why_dropped: the rule of the engine's own for a name; empty for none.
+    """
+    names = {tensor.name: tensor for tensor in manifest}
+    found = {name: why_ignored(names[name], names, config) or why_dropped(name) for name in dropped}
+    return {name: rule for name, rule in found.items() if rule}
 
 
 def _is_draft_block(name: str, names: Collection[str], config: EngineConfig) -> bool:

@@ -8,10 +8,17 @@ makes them itself, on dummy weights too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from awex_core.errors import PlanError
+from awex_core.layout.dtypes import can_convert
+from awex_core.layout.trace import Trace
+
+REFUSED = "this engine cannot receive the trainer's model"
+UNWRITTEN = "the trainer's tensors leave its bytes {} to {} unwritten"
 
 NOISE = (
     "the engine was started on dummy weights, the trainer has no such tensor, and what there is now is noise; start "
@@ -47,6 +54,57 @@ def why_kept(table: Sequence[Kept], model: torch.nn.Module, name: str, *, dummy:
         if depth < len(parts) - 1:
             module = module.get_submodule(parts[depth])
     return "", ""
+
+
+def check_filled(
+    gaps: Iterable[tuple[str, tuple[int, int]]], why: Callable[[str], tuple[str, str]], faults: Iterable[str] = ()
+) -> dict[str, str]:
+    """See that whatever nothing fills may stay as it is; returns the rules, by name.
+
+    Args:
+        gaps: tensors of the engine's model, and bytes of each that no version brings.
+        why: as ``why_kept``, of a name.
+        faults: what is wrong besides.
+
+    Raises:
+        PlanError: some would keep what they hold now; names each, and the bytes.
+    """
+    found, rules = list(faults), {}
+    for name, (begin, end) in gaps:
+        rule, wrong = why(name)
+        if rule and not wrong:
+            rules[name] = rule
+        else:
+            found.append(f"{name}: {wrong or UNWRITTEN.format(begin, end)}")
+    if found:
+        raise PlanError(REFUSED, found)
+    return rules
+
+
+def check_followed(trace: Trace, weights: Container[str]) -> None:
+    """See that the loader could be followed, and that every type it asks for can be made of what the trainer has.
+
+    Args:
+        trace: over tensors of the engine's model, by name.
+        weights: those that are parameters.
+
+    Raises:
+        PlanError: names each fault, and what is then unwritten.
+    """
+    faults = [str(untraced) for untraced in trace.untraced if untraced.buffer is None]
+    faults += [
+        f"{shard.tensor.name}: the trainer has {shard.tensor.dtype}, the engine {shard.dtype}, and no rule converts it"
+        for shard in trace.layout.shards()
+        if not can_convert(shard.tensor.dtype, shard.dtype)
+    ]
+    if not faults:
+        return
+    written = {int(buffer) for buffer in trace.layout.buffer}
+    for gap in trace.gaps:
+        name = trace.layout.buffers[gap.buffer].name
+        if gap.buffer in written or name in weights:
+            faults.append(f"{name}: {UNWRITTEN.format(gap.start, gap.end)}")
+    raise PlanError(REFUSED, faults)
 
 
 def is_demanded(module: torch.nn.Module, name: str) -> bool:

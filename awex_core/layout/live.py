@@ -161,6 +161,24 @@ def unwritten(
     return found
 
 
+def computed_faults(
+    layout: Layout, memory: Sequence[torch.Tensor | None], computed: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Live tensors that the engine's loader computes, in memory that something else is received into.
+
+    Args:
+        layout: as for ``unwritten``.
+        memory: as for ``unwritten``.
+        computed: those tensors, by name.
+    """
+    untouched = unwritten(layout, memory, computed)
+    return [
+        f"{name}: the engine's loader computes it, and another tensor is received into its memory"
+        for name, tensor in computed.items()
+        if untouched.get(name) != (0, tensor.numel() * tensor.element_size())
+    ]
+
+
 def _absolute_runs(tensor: torch.Tensor) -> ByteRuns:
     size = tensor.element_size()
     extent, stride = np.asarray(tensor.shape, dtype=np.int64), np.asarray(tensor.stride(), dtype=np.int64) * size

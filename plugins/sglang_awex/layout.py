@@ -21,11 +21,11 @@ import torch
 
 from awex_core.engine import LoaderPathModule, TracedModel, describe_computed, left_out
 from awex_core.errors import PlanError
-from awex_core.ignored import why_ignored
-from awex_core.kept import is_demanded, why_kept
+from awex_core.ignored import ignored
+from awex_core.kept import check_filled, check_followed, is_demanded, why_kept
 from awex_core.layout.computed import Computed, find_computed, with_tensors
 from awex_core.layout.layout import CanonicalTensor, Layout
-from awex_core.layout.live import Memory, flat_bytes, own_tensors, place_of, unwritten
+from awex_core.layout.live import Memory, computed_faults, flat_bytes, own_tensors, place_of, unwritten
 from awex_core.layout.share import join_buffers
 from awex_core.layout.trace import Loader, Trace
 from awex_core.layout.trace_cache import trace_model
@@ -47,9 +47,6 @@ class _Staged:
         nbytes = sum(b.meta.numel() * b.meta.element_size() for b in self.before.values())
         return LoaderPathModule(self.path, f"its weights are replaced after loading by {method}", nbytes)
 
-
-REFUSED = "this engine cannot receive the trainer's model"
-UNWRITTEN = "the trainer's tensors leave its bytes {} to {} unwritten"
 
 _Unwritten = tuple[str, tuple[int, int]]
 """A tensor's name, and a range of its bytes that nothing writes."""
@@ -81,7 +78,7 @@ class SglangWorkerModel:
         load, tracked = cast(Loader, model.load_weights), _tensors(model)
         with compat.keeping_tensors(self._model):
             trace = trace_model(self._model, load, manifest, tracked, engine=f"sglang {sglang.__version__}")
-            _check_followed(trace, model)
+            check_followed(trace, dict(model.named_parameters()))
             computed = find_computed(trace, load, manifest, tracked)
         self._staged = [
             _Staged(path, module, before)
@@ -102,12 +99,8 @@ class SglangWorkerModel:
 
     def _ignored(self, trace: Trace, manifest: Sequence[CanonicalTensor]) -> dict[str, str]:
         """Tensors that the loader drops and may drop, with the rule."""
-        names, config = {tensor.name: tensor for tensor in manifest}, compat.engine_config(self._runner)
-        found = {
-            name: why_ignored(names[name], names, config) or compat.why_dropped(self._model, name)
-            for name in trace.dropped
-        }
-        return {name: rule for name, rule in found.items() if rule}
+        config = compat.engine_config(self._runner)
+        return ignored(trace.dropped, manifest, config, lambda name: compat.why_dropped(self._model, name))
 
     def _assign(self, trace: Trace, computed: Computed) -> Layout:
         """Note which memory is behind each buffer, by name; returns the layout over them."""
@@ -121,37 +114,16 @@ class SglangWorkerModel:
         return with_tensors(layout, computed.tensors)
 
     def _check_complete(self, trace: Trace, layout: Layout) -> dict[str, str]:
-        """See that every parameter and persistent buffer gets its contents; returns those that may stay, and why.
-
-        Raises:
-            PlanError: some would keep what they hold now; names each, and the bytes.
-        """
-        dummy = compat.is_dummy(self._runner)
-        faults, rules = self._received_and_computed(layout), {}
-        for name, (begin, end) in [*self._unfilled(trace), *self._unreceived(layout)]:
-            rule, wrong = compat.why_default_scale(self._model, name), ""
-            if not rule:
-                rule, wrong = why_kept(kept.TABLE, self._model, name, dummy=dummy)
-            if not rule:
-                wrong = UNWRITTEN.format(begin, end)
-            if wrong:
-                faults.append(f"{name}: {wrong}")
-            else:
-                rules[name] = rule
-        if faults:
-            raise PlanError(REFUSED, faults)
-        return rules
-
-    def _received_and_computed(self, layout: Layout) -> list[str]:
-        """Faults: live parameters that the loader computes, in memory that something else is received into."""
-        live, aside = _tensors(self._model), _staged_names(self._staged)
+        """See that every parameter and persistent buffer gets its contents; see ``check_filled``."""
+        live, aside, dummy = _tensors(self._model), _staged_names(self._staged), compat.is_dummy(self._runner)
         computed = {name: live[name] for name in self._computed if name not in aside}
-        untouched = unwritten(layout, self._live_buffers(), computed)
-        return [
-            f"{name}: the engine's loader computes it, and another tensor is received into its memory"
-            for name, tensor in computed.items()
-            if untouched.get(name) != (0, tensor.numel() * tensor.element_size())
-        ]
+
+        def why(name: str) -> tuple[str, str]:
+            scale = compat.why_default_scale(self._model, name)
+            return (scale, "") if scale else why_kept(kept.TABLE, self._model, name, dummy=dummy)
+
+        gaps = [*self._unfilled(trace), *self._unreceived(layout)]
+        return check_filled(gaps, why, computed_faults(layout, self._live_buffers(), computed))
 
     def _live_buffers(self) -> list[torch.Tensor | None]:
         live = _tensors(self._model)
@@ -243,18 +215,6 @@ class SglangWorkerModel:
         for owner in self._staged:
             owner.tensors = {}
         self._offered = {tensor: torch.empty(0) for tensor in self._offered}
-
-
-def _check_followed(trace: Trace, model: torch.nn.Module) -> None:
-    """Refuse, by name, what tracing could not follow; with what is then unwritten."""
-    faults = [str(untraced) for untraced in trace.untraced if untraced.buffer is None]
-    if faults:
-        written, weights = {int(buffer) for buffer in trace.layout.buffer}, dict(model.named_parameters())
-        for gap in trace.gaps:
-            name = trace.layout.buffers[gap.buffer].name
-            if gap.buffer in written or name in weights:
-                faults.append(f"{name}: {UNWRITTEN.format(gap.start, gap.end)}")
-        raise PlanError(REFUSED, faults)
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -29,12 +29,11 @@ import vllm
 
 from awex_core.engine import LoaderPathModule, TracedModel, describe_computed, left_out
 from awex_core.errors import PlanError
-from awex_core.ignored import why_ignored
-from awex_core.kept import is_demanded, why_kept
+from awex_core.ignored import ignored
+from awex_core.kept import check_filled, check_followed, is_demanded, why_kept
 from awex_core.layout.computed import Computed, find_computed, with_tensors
-from awex_core.layout.dtypes import can_convert
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
-from awex_core.layout.live import Memory, flat_bytes, own_tensors, place_of, unwritten
+from awex_core.layout.live import Memory, computed_faults, flat_bytes, own_tensors, place_of, unwritten
 from awex_core.layout.share import Place, join_buffers
 from awex_core.layout.trace import Loader, Trace
 from awex_core.layout.trace_cache import trace_model
@@ -79,9 +78,6 @@ class _Staged:
     tensors: compat.Tensors = field(default_factory=dict)
     kept: compat.Tensors = field(default_factory=dict)
 
-
-REFUSED = "this engine cannot receive the trainer's model"
-UNWRITTEN = "the trainer's tensors leave its bytes {} to {} unwritten"
 
 _Entry = torch.Tensor | tuple[_Staged, str] | CanonicalTensor
 """Memory behind a buffer: a live tensor, a loader-path module's, or what a canonical tensor is received into, whole."""
@@ -130,7 +126,8 @@ class VllmWorkerModel:
             trace = trace_model(
                 self._model, load, manifest, tracked, engine=f"vllm {vllm.__version__}", held=self._held
             )
-            _check_followed(trace, slots)
+            weights = {slot.full_name for slot in slots if isinstance(slot.meta, torch.nn.Parameter)}
+            check_followed(trace, weights)
             computed = find_computed(trace, load, manifest, tracked, held=self._held)
         traced = self._assign(trace, {slot.full_name: slot for slot in slots}, computed)
         rules = self._check_complete(trace, traced.layout, slots)
@@ -143,13 +140,8 @@ class VllmWorkerModel:
 
     def _ignored(self, trace: Trace, manifest: Sequence[CanonicalTensor]) -> dict[str, str]:
         """Tensors that the loader drops and may drop, with the rule."""
-        names = {tensor.name: tensor for tensor in manifest}
         config = compat.engine_config(self._model, self._vllm_config)
-        found = {
-            name: why_ignored(names[name], names, config) or compat.why_dropped(self._model, name)
-            for name in trace.dropped
-        }
-        return {name: rule for name, rule in found.items() if rule}
+        return ignored(trace.dropped, manifest, config, lambda name: compat.why_dropped(self._model, name))
 
     def _assign(self, trace: Trace, slots: dict[str, _Slot], computed: Computed) -> TracedModel:
         """Give every traced buffer its memory: the live tensor's, or a staged one."""
@@ -190,34 +182,14 @@ class VllmWorkerModel:
         return TracedModel(layout, tuple(loader_path), refreshed, aside)
 
     def _check_complete(self, trace: Trace, layout: Layout, slots: Sequence[_Slot]) -> dict[str, str]:
-        """See that every parameter and persistent buffer gets its contents; returns those that may stay, and why.
-
-        Raises:
-            PlanError: some would keep what they hold now; names each, and the bytes.
-        """
+        """See that every parameter and persistent buffer gets its contents; see ``check_filled``."""
         dummy = self._vllm_config.load_config.load_format == "dummy"
-        faults, rules = self._received_and_computed(layout), {}
-        for name, (begin, end) in [*self._unfilled(trace, layout, slots), *self._unreceived(layout)]:
-            rule, wrong = why_kept(kept.TABLE, self._model, name, dummy=dummy)
-            if not rule:
-                wrong = UNWRITTEN.format(begin, end)
-            if wrong:
-                faults.append(f"{name}: {wrong}")
-            else:
-                rules[name] = rule
-        if faults:
-            raise PlanError(REFUSED, faults)
-        return rules
-
-    def _received_and_computed(self, layout: Layout) -> list[str]:
-        """Faults: live parameters that the loader computes, in memory that something else is received into."""
-        live = {slot.full_name: _live(slot) for slot in self._computed if slot.live is not None}
-        untouched = unwritten(layout, self._live_buffers(), live)
-        return [
-            f"{name}: the engine's loader computes it, and another tensor is received into its memory"
-            for name, tensor in live.items()
-            if untouched.get(name) != (0, tensor.numel() * tensor.element_size())
-        ]
+        computed = {slot.full_name: _live(slot) for slot in self._computed if slot.live is not None}
+        return check_filled(
+            [*self._unfilled(trace, layout, slots), *self._unreceived(layout)],
+            lambda name: why_kept(kept.TABLE, self._model, name, dummy=dummy),
+            computed_faults(layout, self._live_buffers(), computed),
+        )
 
     def _live_buffers(self) -> list[torch.Tensor | None]:
         return [entry if isinstance(entry, torch.Tensor) else None for entry in self._buffers]
@@ -414,21 +386,3 @@ def _rebase(layout: Layout, buffers: list[Buffer], moves: dict[int, tuple[int, i
     return build_layout(
         [moved_shard(shard) for shard in layout.shards()], buffers, [moved_constant(c) for c in layout.constants]
     )
-
-
-def _check_followed(trace: Trace, slots: Sequence[_Slot]) -> None:
-    """Refuse, by name, what tracing could not follow and types that no rule converts; with what is then unwritten."""
-    faults = [str(untraced) for untraced in trace.untraced if untraced.buffer is None]
-    faults += [
-        f"{shard.tensor.name}: the trainer has {shard.tensor.dtype}, the engine {shard.dtype}, and no rule converts it"
-        for shard in trace.layout.shards()
-        if not can_convert(shard.tensor.dtype, shard.dtype)
-    ]
-    if faults:
-        written = {int(buffer) for buffer in trace.layout.buffer}
-        weights = {slot.full_name for slot in slots if isinstance(slot.meta, torch.nn.Parameter)}
-        for gap in trace.gaps:
-            name = trace.layout.buffers[gap.buffer].name
-            if gap.buffer in written or name in weights:
-                faults.append(f"{name}: {UNWRITTEN.format(gap.start, gap.end)}")
-        raise PlanError(REFUSED, faults)
