@@ -7,21 +7,21 @@ the copy before the first weight changes, and the other engine does not commit i
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-import torch
-
-from awex_core.commit.digest import digest_plan, pack_lanes, partial_digest
+from awex_core.commit.digest import pack_lanes
 from awex_core.config import SyncConfig
 from awex_core.errors import AwexError, TransferError
 from awex_core.layout.live import Memory
 from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import CopyView, JobView, Resend, SyncView, WorkerInfo, WriterInfo
 from awex_core.plan import SourceIndex, index_sources
+from awex_core.serving import DigestPrograms, serve
 from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced, sources_of
-from awex_core.transfer.base import Deadline, Progress
+from awex_core.transfer.base import Deadline
 from awex_core.transfer.registry import Exports
 from awex_core.version import Version
 
@@ -129,18 +129,23 @@ class Lender:
             self._config,
             deadline,
         )
+        version, served = copy.sync.version, itertools.count()
+
+        def digests() -> dict[str, bytes]:
+            share = self._digests(copy.sync, workers, sources)
+            self._prove()  # after the digests: they are those of what was committed
+            return share
+
         try:
-            with self._reading():
-                session.send(Progress(), deadline)
-                digests = self._digests(copy.sync, workers, sources)
-                self._prove()  # after the digests: they are those of what was committed
-            if digests:
-                self._client.publish_digest(incarnation, copy.sync.version, digests, target=self._target)
-            served = 0
-            while (resend := self._next_resend(copy.number, served, deadline)) is not None:
-                with self._reading():
-                    session.send_again(resend, deadline)
-                served += 1
+            serve(
+                session,
+                deadline,
+                (),
+                digests,
+                lambda share: self._client.publish_digest(incarnation, version, share, target=self._target),
+                lambda: self._next_resend(copy.number, next(served), deadline),
+                self._reading,
+            )
         finally:
             session.close()
 
@@ -164,15 +169,8 @@ class Lender:
         """This worker's share of the digests, by layout; none if nothing is verified."""
         if sync.verify == "off":
             return {}
-        digests = {}
-        for name in {worker.layout for worker in workers}:
-            layout = self._layouts.get(name)
-            program = digest_plan(sources, layout, self._worker.rank)
-            with torch.no_grad():
-                digests[name] = pack_lanes(
-                    partial_digest(program, layout, self._memory, sync.verify, sync.version.number)
-                )
-        return digests
+        programs, names = DigestPrograms(self._layouts, self._worker.rank), {worker.layout for worker in workers}
+        return {name: pack_lanes(programs.partial(name, sync, sources, self._memory)) for name in names}
 
     def _next_resend(self, number: int, served: int, deadline: Deadline) -> Resend | None:
         """What the engine wants once more, after ``served`` such requests; None when the copy is over."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from threading import Lock
 from typing import Any, Literal, get_args, overload
 
 from awex_core import stacks
-from awex_core.commit.digest import Lanes, digest_plan, pack_lanes, partial_digest
+from awex_core.alone import Alone
 from awex_core.commit.modes import VerifyMode, mode_of_version
 from awex_core.config import SyncConfig, check_choice
 from awex_core.errors import (
@@ -31,12 +28,11 @@ from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Held, Memory, check_memory
 from awex_core.layout.wire import encode_layout, encode_manifest
 from awex_core.meta.client import LeaseKeeper, MetaClient
-from awex_core.meta.messages import EngineSync, EngineView, JobView, JoinReply, Process, Resend, SyncView, WriterInfo
-from awex_core.plan import CopyProgram, SourceIndex, check_patterns, index_sources
+from awex_core.meta.messages import JobView, JoinReply, Process, SyncView, WriterInfo
+from awex_core.plan import check_patterns
 from awex_core.process import NO_MEMORY, device_name, this_process
-from awex_core.session import LayoutCache, SessionKey, WriterSession, has_traced, sources_of
+from awex_core.serving import Server
 from awex_core.snapshot import PendingSync, Snapshot
-from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.registry import Exports, tidy
 from awex_core.version import INITIAL, Version
 
@@ -44,9 +40,6 @@ logger = logging.getLogger(__name__)
 
 _TELL_S = 5.0
 """How long a rank that cannot publish tries to tell the others."""
-
-ALONE_S = 60.0
-"""How often it is said that versions are published to nobody, in seconds."""
 
 _GRACE_S = 15.0
 """How much longer than the sync's own limit a writer waits for the meta server to say how it ended."""
@@ -87,36 +80,6 @@ class _Base:
 
     version: Version = INITIAL
     why: str = ""
-
-
-class _Serving:
-    """One engine's part in a version, between the thread that watches the job and the one that serves the engine."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.deadline = Deadline.after(limit_s)
-        self.failed = False
-        """The engine has; what is still being sent to it is wanted by nobody."""
-        self._queue: SimpleQueue[Resend | None] = SimpleQueue()
-        self._handed = 0
-
-    def hand_over(self, part: EngineSync) -> None:
-        """Hand over the workers' requests for more that are new."""
-        for resend in part.resends[self._handed :]:
-            self._queue.put(resend)
-        self._handed = len(part.resends)
-
-    def fail(self) -> None:
-        """Let the serving thread end soon."""
-        self.failed = True
-        self.deadline.expire()
-
-    def end(self) -> None:
-        """There will be no more requests."""
-        self._queue.put(None)
-
-    def next_resend(self, limit_s: float) -> Resend | None:
-        """The next request; None when there will be none, which the watching thread says before the limit."""
-        return self._queue.get(timeout=limit_s)
 
 
 class WeightWriter:
@@ -174,18 +137,13 @@ class WeightWriter:
         self._leases = LeaseKeeper(self._client, self._join().lease_s, lambda _: self._join())
         self._leases.add(self._process.incarnation)
         self._wait_for_run()
-        self._layouts = LayoutCache(self._client)
-        self._sources: tuple[list[str], SourceIndex] | None = None
-        self._sessions: dict[str, WriterSession] = {}
+        self._server = Server(rank, self._process.incarnation, self._client, config)
         self._values = ValueCheck(config.nonfinite, rank)
-        self._digest_programs: dict[str, CopyProgram] = {}
-        self._digest_lock = Lock()
         self._pending: PendingSync | None = None
         self._base = _Base(why="it is the first version that this trainer publishes")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="awex-publish")
         self._closed = False
-        self._alone_told = -math.inf
-        """When it was said last that no engine is there."""
+        self._alone = Alone(self._client, config)
 
     def _join(self) -> JoinReply:
         offer = self._offer  # the lease's thread joins again whenever it has to
@@ -358,7 +316,8 @@ class WeightWriter:
                     view = self._serve(view, sync)
             sync = _sync_of(view, number)
             self._base = _base_of(sync)
-            self._look_for_engines(view, sync)
+            if self.rank == 0:
+                self._alone.look(view, sync)
             return self._result(sync, quorum, time.monotonic() - begun)
         except SyncFailed:  # how it ended is known, and so is who holds it
             raise
@@ -457,181 +416,20 @@ class WeightWriter:
 
     def _serve(self, view: JobView, sync: SyncView) -> JobView:
         """Serve every engine of the version, side by side, until all are done; failures go to the meta server."""
-        sources = self._index(view)
-        for engine in set(self._sessions) - set(view.engines):
-            self._sessions.pop(engine).close()
-        digests: dict[str, Lanes] = {}
-        serving = {engine: _Serving(sync.remaining_s) for engine in sync.engines}
+        what = f"engines to commit version {sync.version}"
+        with self._server.begin(view, sync, self.memory) as served:
 
-        parked: set[str] = set()
+            def done(now: SyncView, view: JobView) -> bool:
+                served.watch(now, view)
+                return now.state == "done"
 
-        def done(now: SyncView, view: JobView) -> bool:
-            for engine, part in now.engines.items():
-                why = view.engines[engine].parked if engine in view.engines and part.outcome == "pending" else ""
-                if why and engine not in parked:
-                    parked.add(engine)
-                    logger.warning("awex: version %s waits for engine %s: %s", now.version, engine, why)
-                serving[engine].hand_over(part)
-                if part.outcome == "failed" and not serving[engine].failed:
-                    serving[engine].fail()
-                    self._abort(engine)
-            return now.state == "done"
-
-        with ThreadPoolExecutor(max_workers=max(1, len(sync.engines)), thread_name_prefix="awex-writer") as pool:
-            for engine in sync.engines:
-                pool.submit(self._serve_engine, engine, view, sync, sources, digests, serving[engine])
-            try:
-                return self._wait(
-                    sync.version.number, done, sync.remaining_s, f"engines to commit version {sync.version}"
-                )
-            finally:
-                for each in serving.values():
-                    each.end()
-
-    def _serve_engine(
-        self,
-        engine: str,
-        view: JobView,
-        sync: SyncView,
-        sources: SourceIndex,
-        digests: dict[str, Lanes],
-        serving: _Serving,
-    ) -> None:
-        progress, deadline = Progress(), serving.deadline
-        try:
-            session = self._session(engine, view, sync, sources, deadline)
-            if session is None:
-                return
-            session.send(progress, deadline, sync.only if sync.engines[engine].partial else ())
-            self._publish_digests(engine, sync, sources, digests)
-            while (resend := serving.next_resend(sync.remaining_s + 2 * _GRACE_S)) is not None:
-                logger.warning("awex: writer rank %d serves engine %s once more: %s", self.rank, engine, resend)
-                session.send_again(resend, deadline)
-        except Exception as error:
-            if serving.failed:
-                logger.info("awex: writer rank %d ends what it sends to engine %s, which has failed", self.rank, engine)
-                self._drop(engine)
-                return
-            logger.exception("writer rank %d could not serve engine %s", self.rank, engine)
-            if isinstance(error, SyncTimeout):
-                stacks.dump(str(error))
-            self._drop(engine)
-            self._report(sync.version, engine, str(error) or type(error).__name__)
-
-    def _session(
-        self, engine: str, view: JobView, sync: SyncView, sources: SourceIndex, deadline: Deadline
-    ) -> WriterSession | None:
-        """The session with this engine; None when the engine gave up before it had planned."""
-        key = SessionKey(sync.version.epoch, engine, sync.engines[engine].generation, sources=sources_of(view.writers))
-        known = self._sessions.get(engine)
-        if known is not None and known.key == key:
-            return known
-        self._drop(engine)
-        ready = self._wait_for_workers(engine, sync.version, deadline)
-        if ready is None:
-            return None
-        session = WriterSession(
-            key,
-            self.rank,
-            view.writers,
-            ready.workers,
-            sources,
-            self._layouts,
-            self.memory,
-            self._client,
-            self.config,
-            deadline,
-        )
-        self._sessions[engine] = session
-        return session
-
-    def _wait_for_workers(self, engine: str, version: Version, deadline: Deadline) -> EngineView | None:
-        def ready(view: JobView) -> tuple[EngineView | None] | None:
-            sync = view.sync
-            part = sync.engines.get(engine) if sync is not None and sync.version == version else None
-            if part is None or part.outcome in ("failed", "committed"):
-                return (None,)
-            found = view.engines.get(engine)
-            manifest = view.writers[0].manifest if view.writers else ""
-            ready = found is not None and found.workers and has_traced(manifest, found, found.workers[0].world)
-            return (found,) if ready else None
-
-        what = f"engine {engine} to trace its model"
-        return self._client.wait_for(ready, timeout_s=deadline.remaining(what), what=what)[0]
-
-    def _index(self, view: JobView) -> SourceIndex:
-        names = [writer.layout for writer in view.writers]
-        if self._sources is None or self._sources[0] != names:
-            self._sources = names, index_sources([self._layouts.get(name) for name in names])
-            self._digest_programs.clear()
-        return self._sources[1]
-
-    def _publish_digests(self, engine: str, sync: SyncView, sources: SourceIndex, digests: dict[str, Lanes]) -> None:
-        if sync.verify == "off":
-            return
-        view = self._client.watch()
-        wanted = {worker.layout for worker in view.engines[engine].workers}
-        with self._digest_lock:  # engines with equal layouts share the work
-            for name in sorted(wanted - set(digests)):
-                digests[name] = self._partial_digest(name, sync, sources)
-            packed = {name: pack_lanes(digests[name]) for name in wanted}
-        self._client.publish_digest(self._process.incarnation, sync.version, packed)
-
-    def _partial_digest(self, name: str, sync: SyncView, sources: SourceIndex) -> Lanes:
-        """This rank's share of a destination layout's digest."""
-        layout = self._layouts.get(name)
-        program = self._digest_programs.get(name)
-        if program is None:
-            program = self._digest_programs[name] = digest_plan(sources, layout, self.rank)
-        return partial_digest(program, layout, self.memory, sync.verify, sync.version.number)
-
-    def _report(self, version: Version, engine: str, reason: str) -> None:
-        try:
-            self._client.report_sender(self._process.incarnation, version, engine, reason)
-        except MetaServerError as error:
-            logger.error("the meta server could not be told that engine %s failed: %s", engine, error)
-
-    def _abort(self, engine: str) -> None:
-        """End the transfer to an engine that has failed, from another thread than the one that sends."""
-        session = self._sessions.get(engine)
-        if session is not None:
-            session.abort()
-
-    def _drop(self, engine: str) -> None:
-        session = self._sessions.pop(engine, None)
-        if session is not None:
-            session.close()
-
-    def _look_for_engines(self, view: JobView, sync: SyncView) -> None:
-        """Say, at once and then once a minute, that nobody was there, and where engines are."""
-        if sync.engines:
-            self._alone_told = -math.inf
-        elif self.rank == 0 and not sync.reason and time.monotonic() - self._alone_told >= ALONE_S:
-            self._alone_told = time.monotonic()
-            logger.warning("awex: version %s was published to nobody: %s", sync.version, self._why_alone(view))
-
-    def _why_alone(self, view: JobView) -> str:
-        here = f"job {self.config.job!r} on meta server {self.config.meta_server} has no live engine"
-        gone = [f"{name} ({len(engine.workers)} workers)" for name, engine in sorted(view.engines.items())]
-        if gone:
-            here += f", only some that are not complete or not heard of: {', '.join(gone)}"
-        try:
-            jobs = self._client.jobs(timeout_s=_TELL_S)
-        except MetaServerError as error:
-            return f"{here}; other jobs could not be asked for: {error}"
-        others = [f"{name!r} ({', '.join(live)})" for name, live in jobs.items() if live and name != self.config.job]
-        if not others:
-            return f"{here}, and no other job there has one; start engines with --weight-sync-backend=awex"
-        return (
-            f"{here}; jobs there that have: {', '.join(others)}. Give both sides the same name: --weight-sync-job,"
-            " AWEX_JOB"
-        )
+            return self._wait(sync.version.number, done, sync.remaining_s, what)
 
     def _result(self, sync: SyncView, quorum: int | None, seconds: float) -> SyncResult:
         committed = tuple(sorted(name for name, engine in sync.engines.items() if engine.outcome == "committed"))
         failed = {name: engine.reason for name, engine in sync.engines.items() if engine.outcome != "committed"}
         for engine in failed:
-            self._drop(engine)
+            self._server.drop(engine)
         wanted = len(sync.engines) if quorum is None else quorum
         result = SyncResult(
             version=sync.version,
@@ -687,8 +485,7 @@ class WeightWriter:
             except AwexError as error:
                 logger.error("awex: version %d, published without blocking: %s", self._pending.number, error)
         self._background.shutdown()
-        for engine in list(self._sessions):
-            self._drop(engine)
+        self._server.close()
         self._leases.close()
         try:
             self._client.leave(self._process.incarnation, timeout_s=5.0)

@@ -30,6 +30,7 @@ from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
 from awex_core.process import this_process
+from awex_core.serving import ServedVersion
 from awex_core.session import ReaderSession
 from awex_core.snapshot import PendingSync
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
@@ -335,7 +336,7 @@ def test_who_publishes_to_nobody_is_told_at_once_and_each_minute_and_where_engin
     loop.engine("stray", 1, config)
     trainer.write(2)
     assert told() == [], "it has been said less than a minute ago"
-    monkeypatch.setattr("awex_core.writer.ALONE_S", 0.0)
+    monkeypatch.setattr("awex_core.alone.ALONE_S", 0.0)
     trainer.write(3)
     (third,) = told()
     assert f"jobs there that have: '{config.job}' (stray). Give both sides the same name: --weight-sync-job" in third
@@ -894,12 +895,13 @@ def test_a_pull_that_outlasts_the_writer_is_discarded(
 
 
 def test_what_a_worker_waited_for_and_how_far_it_was_is_what_everybody_is_told(
-    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer]
+    loop: Loop, config: SyncConfig, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop.engine("e", 1, config)
     trainer = make_trainer()
     assert trainer.write(1).committed == ("e",)
-    trainer.writers[1]._publish_digests = lambda *_: None  # type: ignore[method-assign]
+    original = ServedVersion._digests_for
+    monkeypatch.setattr(ServedVersion, "_digests_for", lambda self, e: {} if self.rank == 1 else original(self, e))
     with pytest.raises(SyncFailed, match=r"writer rank\(s\) \[1\] have not sent \(version 1.2, \d+ bytes received"):
         trainer.write(2, timeout_s=8)
 
