@@ -11,6 +11,7 @@ the trainer's shard into the engine's live parameter.
     commit      digests that do not depend on sharding
     meta        WHO is there: the meta server, its store and its client
     session     one pair of sides, planned and connected, used for many versions
+    serving     a version from one rank's memory to every engine
     writer      WeightWriter, one per trainer rank
     reader      WeightReader, one per engine worker
     shadow      its second buffer, in shadow mode
