@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from awex_core.casts import cast
 from awex_core.errors import PlanError
 from awex_core.layout import (
     Buffer,
@@ -61,7 +62,7 @@ def execute(program: CopyProgram, source: Sequence[Bytes], target: Sequence[Byte
         values = elements(source[int(program.src_buffer[k])], addresses(program, k, "src"), have)
         buffer = int(program.dst_buffer[k])
         at = addresses(program, k, "dst").ravel()[:, None] + np.arange(itemsize(want))
-        target[buffer][at] = values.to(getattr(torch, want)).view(torch.uint8).numpy().reshape(at.shape)
+        target[buffer][at] = cast(values, getattr(torch, want)).view(torch.uint8).numpy().reshape(at.shape)
         np.add.at(count[buffer], at.ravel(), 1)
 
 

@@ -114,7 +114,7 @@ PUBLIC_REFUSALS = (
     ),
     *_refuse(
         "sglang",
-        "SGLang's StableLM has one norm for all heads of queries, and one for those of keys.",
+        "SGLang's StableLM has no norms of queries and keys.",
         {"stablelm-qkln": NOT_LOADED + "KeyError: 'model.layers.0.self_attn.k_layernorm.norms.0.weight'"},
     ),
     *_refuse(
