@@ -35,7 +35,7 @@ def server(ours: Authority) -> Iterator[MetaServer]:
 @pytest.fixture
 def ask(server: MetaServer) -> Callable[[Tls | None], None]:
     def ask(tls: Tls | None) -> None:
-        with MetaClient(server.address, "job", TOKEN, timeout_s=20, tls=tls) as client:
+        with MetaClient(server.address, "job", TOKEN, timeout_s=8, tls=tls) as client:
             client.check()
 
     return ask
@@ -68,7 +68,7 @@ def test_a_client_of_another_authority_is_not_answered(
 def test_a_server_for_another_address_is_not_trusted(tmp_path: Path, ours: Authority) -> None:
     with (
         MetaServer(TOKEN, tls=ours.issue("server", "192.0.2.1")) as server,
-        MetaClient(server.address, "job", TOKEN, timeout_s=20, tls=ours.issue("client")) as client,
+        MetaClient(server.address, "job", TOKEN, timeout_s=8, tls=ours.issue("client")) as client,
         pytest.raises(Unreachable, match="IP address mismatch"),
     ):
         client.check()
