@@ -108,7 +108,8 @@ async def follow(engine: FakeEngine, env: dict[str, str]) -> None:
 @pytest.mark.parametrize("receive", ["in_place", "shadow"])
 def test_what_was_mapped_is_mapped_anew(receive: str) -> None:
     with MetaServer(TOKEN) as server:
-        env = {"AWEX_META_SERVER": server.address, "AWEX_TOKEN": TOKEN, "PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}"}
+        path = os.pathsep.join([str(ROOT), str(ROOT / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {"AWEX_META_SERVER": server.address, "AWEX_TOKEN": TOKEN, "PYTHONPATH": path}
         config = SyncConfig.from_env(env, transport="ipc", receive=receive, sync_timeout_s=PATIENCE_S)
         asyncio.run(follow(on_gpu(FakeEngine("e", 2, config, **SIZES)), env))
 
