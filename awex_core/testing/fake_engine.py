@@ -23,6 +23,7 @@ from awex_core.layout.live import Memory, flat_bytes
 from awex_core.layout.trace import trace_loader
 from awex_core.meta.messages import WeightsState
 from awex_core.ownership import worst
+from awex_core.process import device_name
 from awex_core.reader import WeightReader
 from awex_core.version import Version
 
@@ -197,7 +198,13 @@ class FakeEngine:
 
     def _join(self, rank: int) -> WeightReader:
         return WeightReader(
-            self.models[rank], engine=self.name, rank=rank, world=self.world, controlled=True, config=self.config
+            self.models[rank],
+            engine=self.name,
+            rank=rank,
+            world=self.world,
+            controlled=True,
+            config=self.config,
+            device=device_name(self.models[rank].device),
         )
 
     async def lend(self, target: str) -> None:
