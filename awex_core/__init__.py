@@ -1,14 +1,14 @@
 """Weights are described by coordinates, planned once, and copied once, straight from
 the trainer's shard into the engine's live parameter.
 
-    layout  ->  plan  ->  kernels  ->  transfer  ->  commit        meta beside them, testing shipped
+    layout  ->  plan  ->  kernels  ->  transfer  ->  digest        meta beside them, testing shipped
 
-    errors, version, mixing   leaves
+    errors, version, mixing, modes   leaves
     layout      WHAT each rank holds: canonical tensors, shards, traced loaders
     plan        WHO sends WHICH bytes to whom, proved complete; pure
     kernels     copy programs and digests on GPUs
     transfer    MOVES bytes: shared memory, CUDA IPC, packed buckets over a process group
-    commit      digests that do not depend on sharding
+    digest      what was sent is what is there, however it is sharded
     meta        WHO is there: the meta server, its store and its client
     session     one pair of sides, planned and connected, used for many versions
     serving     a version from one rank's memory to every engine
@@ -26,7 +26,7 @@ the trainer's shard into the engine's live parameter.
     module      attach(): any torch.nn.Module as a trainer
 
 Read in that order. How often each step runs: a layout once per model, a plan
-and its connections once per set of members, a transfer and a commit once per
+and its connections once per set of members, a transfer and a digest once per
 version. Importing this package needs neither torch nor an engine; using
 ``attach`` needs torch.
 """

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from awex_core.commit.modes import NonFiniteMode, ReceiveMode, ShadowFallback, SnapshotMode, StartMode, VerifyMode
 from awex_core.errors import ConfigError
 from awex_core.meta.addresses import split_addresses
 from awex_core.meta.tls import Tls
+from awex_core.modes import NonFiniteMode, ReceiveMode, ShadowFallback, SnapshotMode, StartMode, VerifyMode
 from awex_core.token import require_token
 from awex_core.transfer.settings import transport_settings
 from awex_core.variables import check_names

@@ -16,10 +16,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from awex_core.commit.modes import NonFiniteMode
 from awex_core.errors import NonFinite, list_faults
 from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory
+from awex_core.modes import NonFiniteMode
 from awex_core.plan import matching_names
 from awex_core.version import Version
 

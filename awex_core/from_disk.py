@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from awex_core.casts import cast_into
 from awex_core.checkpoint import tensor_files
-from awex_core.commit.digest import (
+from awex_core.digest.lanes import (
     differing_tensors,
     digest_plan,
     digest_program,

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from awex_core.commit.digest import pack_lanes
 from awex_core.config import SyncConfig
+from awex_core.digest.lanes import pack_lanes
 from awex_core.errors import AwexError, TransferError
 from awex_core.layout.live import Memory
 from awex_core.meta.client import MetaClient

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from awex_core.checkpoint import read_headers
-from awex_core.commit.modes import ReceiveMode, StartMode
 from awex_core.config import SyncConfig, check_choice
 from awex_core.errors import ConfigError
 from awex_core.meta.client import MetaClient
+from awex_core.modes import ReceiveMode, StartMode
 from awex_core.variables import check_names
 
 KvMode = Literal["recompute", "keep", "abort"]

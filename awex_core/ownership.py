@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from awex_core.commit.digest import digest_program, held_plan, pack_lanes
+from awex_core.digest.lanes import digest_program, held_plan, pack_lanes
 from awex_core.engine import WorkerModel
 from awex_core.errors import TransferError
 from awex_core.layout.layout import Buffer, CanonicalTensor, Layout, Shard, build_layout

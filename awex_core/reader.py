@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from awex_core import stacks
-from awex_core.commit.digest import (
+from awex_core.config import SyncConfig
+from awex_core.digest.lanes import (
     Lanes,
     differing_lanes,
     digest_program,
@@ -30,8 +31,6 @@ from awex_core.commit.digest import (
     unpack_lanes,
     verified_tensors,
 )
-from awex_core.commit.modes import VerifyMode
-from awex_core.config import SyncConfig
 from awex_core.engine import TracedModel, WorkerModel
 from awex_core.errors import (
     AwexError,
@@ -51,6 +50,7 @@ from awex_core.lender import Lender, copy_key
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.limits import MAX_TEXT
 from awex_core.meta.messages import EngineView, JobView, SyncView, WeightsState, WorkerInfo, WriterInfo
+from awex_core.modes import VerifyMode
 from awex_core.ownership import Ownership
 from awex_core.plan import CopyProgram, SourceIndex, check_precision, index_sources
 from awex_core.process import this_process

@@ -17,8 +17,8 @@ from types import TracebackType
 import torch
 
 from awex_core import stacks
-from awex_core.commit.digest import Lanes, digest_plan, pack_lanes, partial_digest
 from awex_core.config import SyncConfig
+from awex_core.digest.lanes import Lanes, digest_plan, pack_lanes, partial_digest
 from awex_core.errors import MetaServerError, SyncTimeout
 from awex_core.layout.live import Memory
 from awex_core.meta.client import MetaClient

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
-from awex_core.commit.digest import in_lanes
 from awex_core.config import SyncConfig
+from awex_core.digest.lanes import in_lanes
 from awex_core.engine import TracedModel
 from awex_core.errors import ConfigError, PlanError, TransferError
 from awex_core.layout.layout import CanonicalTensor, Layout, content_hash

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args, overload
 
 from awex_core import stacks
 from awex_core.alone import Alone
-from awex_core.commit.modes import VerifyMode, mode_of_version
 from awex_core.config import SyncConfig, check_choice
 from awex_core.errors import (
     AwexError,
@@ -29,6 +28,7 @@ from awex_core.layout.live import Held, Memory, check_memory
 from awex_core.layout.wire import encode_layout, encode_manifest
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import JobView, JoinReply, Process, SyncView, WriterInfo
+from awex_core.modes import VerifyMode, mode_of_version
 from awex_core.plan import check_patterns
 from awex_core.process import NO_MEMORY, device_name, this_process
 from awex_core.serving import Server

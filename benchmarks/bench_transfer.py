@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from awex_core.commit.digest import digest_program
+from awex_core.digest.lanes import digest_program
 from awex_core.transfer import group, shm_staged
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.group import Group, GroupAddress, GroupReceiver, GroupSender, host_store

@@ -21,7 +21,6 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from awex_core.commit.modes import VerifyMode
 from awex_core.errors import Fenced, MetaServerError, Refused, SyncTimeout, Unauthorized, Unreachable
 from awex_core.layout import content_hash
 from awex_core.meta.addresses import split_addresses
@@ -61,6 +60,7 @@ from awex_core.meta.messages import (
     WriterInfo,
 )
 from awex_core.meta.tls import VARIABLES, Tls
+from awex_core.modes import VerifyMode
 from awex_core.version import INITIAL, Version
 
 if TYPE_CHECKING:

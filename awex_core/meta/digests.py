@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-from awex_core.commit.modes import LANES
 from awex_core.meta.messages import DigestView
+from awex_core.modes import LANES
 
 _LANES = struct.Struct(f"<{LANES}Q")
 _MODULUS = 1 << 64

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from awex_core.commit.modes import LANES, VerifyMode
+from awex_core.modes import LANES, VerifyMode
 from awex_core.version import INITIAL, Version
 
 EngineState = Literal["ready", "updating", "torn", "refused", "unknown", "asleep"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from awex_core.commit.modes import VerifyMode
 from awex_core.errors import Refused
 from awex_core.meta.digests import Digests
 from awex_core.meta.engines import Engine
@@ -28,6 +27,7 @@ from awex_core.meta.messages import (
     WriterInfo,
 )
 from awex_core.meta.pulse import Pulse
+from awex_core.modes import VerifyMode
 from awex_core.version import INITIAL, Version
 
 TERMINAL: frozenset[EngineOutcome] = frozenset({"committed", "failed"})

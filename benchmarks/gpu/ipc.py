@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from awex_core.commit.digest import digest_program
+from awex_core.digest.lanes import digest_program
 from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.snapshot import Snapshot

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from awex_core.commit.digest import digest_program
+from awex_core.digest.lanes import digest_program
 from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory, ShardCollector
 from awex_core.plan import index_sources, lower_copies, plan_copies

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from awex_core.commit.modes import VerifyMode
 from awex_core.config import SyncConfig
 from awex_core.layout.live import ShardCollector
 from awex_core.meta.server import MetaServer
+from awex_core.modes import VerifyMode
 from awex_core.writer import SyncResult, WeightWriter
 from benchmarks.gpu.engines_follow import ENGINES, START_LIMIT_S, Case
 from benchmarks.gpu.timing import REPEATS, memcpy_s

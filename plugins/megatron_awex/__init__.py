@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from awex_core.trainer import WeightSync
-    from megatron_awex.engine import (
+    from megatron_awex.trainer import (
         WeightSyncCallback,
         attach,
         extra_args_provider,
@@ -24,6 +24,6 @@ __all__ = ["WeightSync", "WeightSyncCallback", "attach", "extra_args_provider", 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_awex import engine
+    from megatron_awex import trainer
 
-    return getattr(engine, name)
+    return getattr(trainer, name)

@@ -40,6 +40,6 @@ def wait_for_version(engine: Any, *, timeout_s: float = 300.0) -> str:
         SyncTimeout: no newer version was committed within ``timeout_s``.
         ConfigError: the engine was started without ``AWEX_BACKEND=awex``.
     """
-    from sglang_awex.commit import wait_for_version as wait
+    from sglang_awex.host import wait_for_version as wait
 
     return wait(engine, timeout_s)

@@ -44,7 +44,7 @@ def hook_processes() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_awex import engine, options
+    from sglang_awex import options, worker
 
     launcher = multiprocessing.parent_process() is None or "sglang.srt.entrypoints.engine" in sys.modules
     hooks: list[tuple[str, Any, Any]] = []
@@ -57,10 +57,10 @@ def hook_processes() -> None:
         ]
     try:
         if options.enabled():
-            hooks.append((_CHECK, engine.around_check_weights, HookType.AROUND))
+            hooks.append((_CHECK, worker.around_check_weights, HookType.AROUND))
             if "sglang.srt.managers.scheduler" in sys.modules:  # other processes hold no model
                 hooks.append((MAKE_MODEL, remember_checkpoint_format, HookType.AFTER))
-                hooks.append((_DISPATCHER, engine.after_dispatcher, HookType.AFTER))
+                hooks.append((_DISPATCHER, worker.after_dispatcher, HookType.AFTER))
             for target, _, _ in hooks:
                 pkgutil.resolve_name(target)
     except (ConfigError, ImportError, AttributeError) as error:
@@ -77,7 +77,7 @@ def _read_flags(server_args: Any, _: Any, args: Any) -> None:
     """After the command line is parsed: an HTTP server is about to start."""
     if not core_options.read_flags(args):
         return
-    from sglang_awex.commit import attach_to_app
+    from sglang_awex.host import attach_to_app
 
     target = f"{_ENGINE}._launch_subprocesses"
     if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):  # SGLang logs it, and goes on
@@ -108,7 +108,7 @@ def settings(server_args: Any) -> Mapping[str, Any]:
 def _after_launch(launched: Any, engine_class: Any, **_: Any) -> None:
     """After an engine's processes are up, in the one that its requests pass through."""
     from sglang_awex import options
-    from sglang_awex.commit import attach_to_manager, serves_http
+    from sglang_awex.host import attach_to_manager, serves_http
 
     manager = launched[0]
     if options.enabled() and not serves_http() and hasattr(manager, "generate_request"):

@@ -1,7 +1,7 @@
 """The tokenizer manager: the one place that all calls pass, but for an offline engine's ``collective_rpc``.
 
 While a version is received, calls that would get in its way wait; those that do not go with following a trainer are
-refused. What the calls do to the weights is noticed in the schedulers, where they arrive (``sglang_awex.engine``).
+refused. What the calls do to the weights is noticed in the schedulers, where they arrive (``sglang_awex.worker``).
 
 What the user paused stays paused: this pause is our own, and what was found is put back at its end.
 """

@@ -21,12 +21,12 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from vllm_awex.commit import attach_to_api_server
     from vllm_awex.compat import hook_loaded, log_like_vllm
+    from vllm_awex.host import attach_to_api_server
     from vllm_awex.options import add_flags
 
     if "awex" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("awex", "vllm_awex.engine", "AwexWeightTransferEngine")
+        WeightTransferEngineFactory.register_engine("awex", "vllm_awex.worker", "AwexWeightTransferEngine")
     log_like_vllm()
     add_flags()
     hook_loaded()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from awex_core import mixing
 from awex_core.casts import cast
-from awex_core.commit.digest import (
+from awex_core.digest.lanes import (
     LANES,
     Lanes,
     differing_tensors,
@@ -219,7 +219,7 @@ def test_large_pieces_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     wide.copy_(values)
     whole = digest_of(tensor, values)
     for chunk in (1, 7, 53, 60, 1000):
-        monkeypatch.setattr("awex_core.commit.digest.CHUNK", chunk)
+        monkeypatch.setattr("awex_core.digest.lanes.CHUNK", chunk)
         assert np.array_equal(digest_of(tensor, wide), whole)
     assert mixing.CHUNK * 8 < 1 << 20, "temporaries are meant to stay in a core's cache"
 

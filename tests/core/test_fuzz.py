@@ -24,8 +24,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from awex_core.checkpoint import Checkpoint
-from awex_core.commit.digest import LANES, unpack_lanes
 from awex_core.config import SyncConfig
+from awex_core.digest.lanes import LANES, unpack_lanes
 from awex_core.errors import ConfigError, LayoutError, MetaServerError, TransferError
 from awex_core.layout import (
     Buffer,

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from awex_core.casts import cast, cast_into
-from awex_core.commit.digest import digest_program, lane_of
-from awex_core.commit.modes import LANES
+from awex_core.digest.lanes import digest_program, lane_of
 from awex_core.errors import PlanError
 from awex_core.kernels.tiles import (
     COPY_COLUMNS,
@@ -28,6 +27,7 @@ from awex_core.kernels.tiles import (
 )
 from awex_core.layout.live import Memory
 from awex_core.mixing import mix_block
+from awex_core.modes import LANES
 from awex_core.plan.copies import tensor_seeds
 from awex_core.transfer.views import descriptor_view
 from tests.support.kernel_checks import TENSORS

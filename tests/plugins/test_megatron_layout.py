@@ -116,10 +116,10 @@ def rank_main(folder: Path, world: int) -> None:
 
 def train_case(case: Case, folder: Path, checkpoint: Path) -> None:
     from awex_core.trainer import Places
-    from megatron_awex.commit import parameters, settle
-    from megatron_awex.engine import HfModel, describe
     from megatron_awex.families import family_for
+    from megatron_awex.final_values import parameters, settle
     from megatron_awex.layout import live_shards
+    from megatron_awex.trainer import HfModel, describe
 
     trainer = Trainer(case.spec)
     model = HfModel.read(checkpoint)
@@ -380,7 +380,7 @@ def test_every_rank_learns_the_whole_manifest(trained, case):
 def test_all_ranks_together_hold_the_checkpoints_model(trained, case):
     from awex_core.errors import LayoutError
     from megatron_awex.agreement import check_whole
-    from megatron_awex.engine import HfModel
+    from megatron_awex.trainer import HfModel
 
     folder = trained(case.name)
     sizes = HfModel.read(template(folder.parent, case)).sizes

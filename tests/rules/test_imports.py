@@ -13,7 +13,7 @@ from tests.rules.tree import ROOT, imports, modules, packaged_roots
 ENGINES = {"vllm", "sglang", "megatron"}
 PLUGINS = {"vllm_awex", "sglang_awex", "megatron_awex"}
 
-LEAVES = {"casts", "errors", "mixing", "version"}
+LEAVES = {"casts", "errors", "mixing", "modes", "version"}
 """Modules that any stage may use, and that know no stage."""
 
 ARROWS = {
@@ -21,8 +21,8 @@ ARROWS = {
     "plan": LEAVES | {"layout"},
     "kernels": LEAVES | {"layout", "plan"},
     "transfer": LEAVES | {"layout", "plan", "kernels"},
-    "commit": LEAVES | {"layout", "plan", "kernels", "transfer"},
-    "meta": LEAVES | {"layout", "commit"},
+    "digest": LEAVES | {"layout", "plan", "kernels", "transfer"},
+    "meta": LEAVES | {"layout"},
 }
 """What each stage may import. Everything else in awex_core stands above the stages."""
 

@@ -85,10 +85,10 @@ class Part:
 def part_of_megatron(run: TrainerRun, folder: Path) -> Part:
     """A rank of a Megatron trainer, filled through the shards that the plugin collected."""
     from awex_core.trainer import Description, Places
-    from megatron_awex.commit import parameters, settle
-    from megatron_awex.engine import HfModel, describe
     from megatron_awex.families import family_for
+    from megatron_awex.final_values import parameters, settle
     from megatron_awex.layout import live_shards
+    from megatron_awex.trainer import HfModel, describe
 
     trainer = Trainer(spec_of(run))
     model = HfModel.read(run.held.checkpoint(folder, SEEDS[0]))

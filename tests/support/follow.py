@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from awex_core.commit.digest import digest_plan, digest_program, sum_lanes
+from awex_core.digest.lanes import digest_plan, digest_program, sum_lanes
 from awex_core.engine import TracedModel, WorkerModel
 from awex_core.errors import PlanError
 from awex_core.layout.layout import CanonicalTensor, Layout

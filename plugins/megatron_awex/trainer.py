@@ -24,7 +24,7 @@ from awex_core.errors import ConfigError
 from awex_core.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Held, Memory
 from awex_core.trainer import Description, Places, WeightSync, connect
-from megatron_awex import commit, compat
+from megatron_awex import compat, final_values
 from megatron_awex.agreement import check_config, check_whole, fields_read
 from megatron_awex.families import family_for
 from megatron_awex.layout import collect_shards
@@ -90,12 +90,12 @@ def attach(
         return HfModel.read(hf_config)
 
     def describe_rank(_: Checkpoint) -> Description:
-        places = Places(lambda: commit.parameters(chunks), lambda: describe(chunks, model(), family))
+        places = Places(lambda: final_values.parameters(chunks), lambda: describe(chunks, model(), family))
         layout, memory = places.find()
 
         def settle() -> Held:
             held = places.find()
-            commit.settle(chunks, optimizer)
+            final_values.settle(chunks, optimizer)
             return held
 
         return Description(layout, memory, layout.tensors, settle)

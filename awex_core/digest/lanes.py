@@ -18,13 +18,13 @@ import numpy.typing as npt
 import torch
 
 from awex_core.casts import cast
-from awex_core.commit.modes import LANES, VerifyMode
 from awex_core.errors import LayoutError
 from awex_core.kernels.tiles import digest_batches
 from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
 from awex_core.mixing import CHUNK, mix_block
+from awex_core.modes import LANES, VerifyMode
 from awex_core.plan.cells import SourceIndex, index_sources
 from awex_core.plan.copies import plan_copies, tensor_seeds
 from awex_core.plan.program import CopyProgram, lower_copies

@@ -19,8 +19,9 @@ from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, LayoutError
 from awex_core.layout import CanonicalTensor, encode_manifest
 from awex_core.layout.live import Held, ShardCollector
-from megatron_awex import commit, engine
-from megatron_awex.engine import HfModel, WeightSyncCallback, extra_args_provider, wrap_optimizer_step
+from megatron_awex import final_values
+from megatron_awex import trainer as megatron_trainer
+from megatron_awex.trainer import HfModel, WeightSyncCallback, extra_args_provider, wrap_optimizer_step
 from tests.support.wheels import unpacked
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 301, "tie_word_embeddings": True}
@@ -48,7 +49,7 @@ def attached(monkeypatch):
         recorder.calls.append(("attach", chunks, optimizer, options))
         return recorder
 
-    monkeypatch.setattr(engine, "attach", attach)
+    monkeypatch.setattr(megatron_trainer, "attach", attach)
     return recorder.calls
 
 
@@ -84,7 +85,7 @@ def test_model_and_checkpoint_must_agree_on_tied_embeddings():
     model = torch.nn.Linear(1, 1)
     model.share_embeddings_and_output_weights = False
     with pytest.raises(ConfigError, match="tie_word_embeddings=True"):
-        engine.describe([model], HfModel.read(QWEN3))
+        megatron_trainer.describe([model], HfModel.read(QWEN3))
 
 
 def test_ranks_that_fail_tell_the_others(monkeypatch):
@@ -97,7 +98,7 @@ def test_ranks_that_fail_tell_the_others(monkeypatch):
 
 def test_a_failing_rank_raises_its_own_error():
     with pytest.raises(ConfigError, match="known: deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3"):
-        engine.attach(
+        megatron_trainer.attach(
             torch.nn.Linear(1, 1), config=SyncConfig("host:89", "secret"), hf_config={**QWEN3, "model_type": "x"}
         )
 
@@ -159,7 +160,7 @@ def test_a_backend_without_the_checkpoint_is_refused():
 
 def collect(model: torch.nn.Module) -> Held:
     collector = ShardCollector()
-    for name, tensor in commit.parameters([model]):
+    for name, tensor in final_values.parameters([model]):
         collector.add(name, tensor.shape, (0,) * tensor.dim(), tensor.detach())
     return collector.build()
 
@@ -168,7 +169,7 @@ def test_a_saved_buffer_that_has_moved_is_followed_too():
     model = torch.nn.Module()
     model.register_buffer("expert_bias", torch.zeros(4))
     model.register_buffer("counts", torch.zeros(4), persistent=False)
-    places = trainer.Places(lambda: commit.parameters([model]), lambda: collect(model))
+    places = trainer.Places(lambda: final_values.parameters([model]), lambda: collect(model))
     first = places.find()
     model.counts = torch.zeros(5)
     assert places.find() is first
@@ -188,7 +189,7 @@ def test_only_lazy_gathers_are_forced(sliced, lazy, gathers):
         start_param_sync=lambda force_sync: calls.append(force_sync),
     )
     optimizer = SimpleNamespace(prepare_model_params_for_param_sync=lambda: calls.append("prepared"))
-    commit.settle([chunk], optimizer)
+    final_values.settle([chunk], optimizer)
     assert calls == ["prepared", True][: 2 * gathers]
 
 

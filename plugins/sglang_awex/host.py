@@ -22,8 +22,8 @@ from awex_core.ownership import worst
 from awex_core.version import Version
 from sglang_awex import compat
 from sglang_awex.calls import ROUTES
-from sglang_awex.engine import DONE, FAILED, RUNNING, Word, command_action, read_word
 from sglang_awex.guard import ManagerGuard
+from sglang_awex.worker import DONE, FAILED, RUNNING, Word, command_action, read_word
 
 _FLUSH_LIMIT_S = 30.0
 _WAIT_S = 0.5

@@ -1,1 +1,0 @@
-"""MAKES a version live, or leaves the old one whole: digests that do not depend on sharding."""
