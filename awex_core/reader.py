@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -24,7 +23,6 @@ from awex_core.digest.lanes import (
     differing_lanes,
     digest_program,
     empty_lanes,
-    held_plan,
     lanes_of,
     names_in_lanes,
     sum_lanes,
@@ -36,34 +34,30 @@ from awex_core.errors import (
     AwexError,
     ConfigError,
     MetaServerError,
-    PlanError,
     SyncTimeout,
     TransferError,
     VerifyError,
     list_faults,
 )
 from awex_core.from_disk import load_checkpoint
-from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory
-from awex_core.layout.wire import decode_manifest, encode_layout
 from awex_core.lender import Lender, copy_key
-from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.membership import Membership
+from awex_core.meta.client import MetaClient
 from awex_core.meta.limits import MAX_TEXT
-from awex_core.meta.messages import EngineView, JobView, SyncView, WeightsState, WorkerInfo, WriterInfo
+from awex_core.meta.messages import JobView, SyncView, WeightsState, WorkerInfo, WriterInfo
 from awex_core.modes import VerifyMode
 from awex_core.ownership import Ownership
-from awex_core.plan import CopyProgram, SourceIndex, check_precision, index_sources
+from awex_core.plan import check_precision
+from awex_core.preparation import Preparation
 from awex_core.process import this_process
 from awex_core.session import (
     LayoutCache,
     ReaderSession,
     SessionKey,
-    check_complete,
-    has_traced,
-    refusals,
     sources_of,
 )
-from awex_core.shadow import Pieces, Shadow, beside_compute
+from awex_core.shadow import Pieces, beside_compute
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.registry import tidy
 from awex_core.version import INITIAL, Version
@@ -157,51 +151,30 @@ class WeightReader:
         Raises:
             MetaServerError: the meta server cannot be reached or refuses this worker.
         """
-        self.model, self.engine, self.config, self.controlled = model, engine, config, controlled
+        self.model, self.engine, self.rank, self.config, self.controlled = model, engine, rank, config, controlled
         self.version = INITIAL
         stacks.enable()
         tidy()
         self._client = MetaClient.of(config)
         process = this_process(config, device)
-        self._info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)
-        reply = self._client.join_worker(self._info)
-        self._leases = LeaseKeeper(self._client, reply.lease_s, self._rejoin)
-        self._leases.add(process.incarnation)
+        info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)
+        self._member = Membership(self._client, info)
+        self._member.join()
+        self.ownership = Ownership(model, self._tell_weights)
         self._layouts = LayoutCache(self._client)
-        self._traced: tuple[str, TracedModel] | None = None
-        self._held: CopyProgram | None = None
-        self._held_live: CopyProgram | None = None
+        self._ready = Preparation(model, self._member, self.ownership, config, self._layouts, self._close_session)
         self._session: ReaderSession | None = None
         self._attempt: _Attempt | None = None
-        self._shadow: Shadow | None = None
         self._prefetching: threading.Thread | None = None
         self._lender: Lender | None = None
         self._lending: threading.Thread | None = None
-        self._telling = threading.Lock()
         self._committed: _Verified | None = None
         """What live memory was when it was last committed, as far as it was verified."""
-        self.ownership = Ownership(model, self._tell_weights)
 
     @property
     def traced(self) -> TracedModel | None:
         """The traced model, once the trainer is known."""
-        return self._traced[1] if self._traced else None
-
-    def _rejoin(self, _: str) -> None:
-        if self._traced:
-            self._join_with(self._traced[1].layout)
-        else:
-            self._client.join_worker(self._info)
-
-    def _join_with(self, layout: Layout, **what: Any) -> None:
-        """Join, or say more about this worker, with the layout as a blob."""
-        data = encode_layout(layout)
-        name = self._client.put_blob(data)
-        if what:
-            self._tell(layout=name, **what)
-        else:
-            self._client.join_worker(self._info)
-        self._client.put_blob(data)  # a meta server that was restarted before it heard of this worker has lost it
+        return self._ready.traced
 
     # Lending to another engine. Requests keep running.
 
@@ -212,14 +185,14 @@ class WeightReader:
             TransferError: it lends to another engine now, or has no weights that fit the checkpoint.
         """
         if self._lending is not None and self._lending.is_alive():
-            raise TransferError(f"worker {self._info.rank} of engine {self.engine} still lends to another engine")
+            raise TransferError(f"worker {self.rank} of engine {self.engine} still lends to another engine")
         traced = self.traced
         if traced is None or traced.staged or self.ownership.state != "held":
             reason = f": {self.ownership.reason}" if self.ownership.reason else ""
-            raise TransferError(f"worker {self._info.rank} of engine {self.engine} has nothing to lend{reason}")
+            raise TransferError(f"worker {self.rank} of engine {self.engine} has nothing to lend{reason}")
         self._lender = Lender(
             target,
-            self._info,
+            self._member.info,
             self.model.lend(),
             self.version,
             self._layouts,
@@ -246,7 +219,7 @@ class WeightReader:
         if wrong:
             self.ownership.distrust("its weights are not those that were committed; nobody has said who changed them")
             names = names_in_lanes(wrong, tensors, committed.only)
-            summary = f"worker {self._info.rank} of engine {self.engine} does not hold {self.version} any more, among"
+            summary = f"worker {self.rank} of engine {self.engine} does not hold {self.version} any more, among"
             raise VerifyError(list_faults(summary, names))
 
     # Other callers: what the engine's own calls do to the weights
@@ -282,133 +255,15 @@ class WeightReader:
         if void:  # so that every session with this engine is made anew
             what |= {"layout": "", "manifest": ""}
         try:
-            self._tell(timeout_s=_TELL_S, **what)
+            self._member.tell(timeout_s=_TELL_S, **what)
         except AwexError as error:  # told again when the lease is renewed
-            logger.warning("awex: worker %d of engine %s: %s", self._info.rank, self.engine, error)
+            logger.warning("awex: worker %d of engine %s: %s", self.rank, self.engine, error)
 
     # Preparing: needs the trainer, not a version. Requests keep running.
 
     def prepare(self) -> bool:
-        """Trace for the trainer that has joined; False while there is none.
-
-        A model that cannot be received is told to the meta server, where the controller finds it.
-
-        Raises:
-            PlanError: (only without a controller) it cannot be received; names every piece and reason.
-        """
-        view = self._client.watch()
-        if not view.writers or not view.epoch:
-            return False
-        try:
-            self._trace(view.writers[0].manifest)
-            self._check_complete_soon(view.writers)
-        except Exception as error:
-            self._refuse(view.writers[0].manifest, error)
-            if not self.controlled:
-                raise
-        return True
-
-    def _refuse(self, manifest: str, error: Exception) -> None:
-        logger.error(
-            "awex: worker %d of engine %s refuses the trainer's model: %s", self._info.rank, self.engine, error
-        )
-        reason = (str(error) or type(error).__name__)[:_MAX_REASON]
-        self._tell(layout="", manifest=manifest, reason=reason)
-
-    def _trace(self, name: str) -> TracedModel:
-        if self.ownership.stale:  # somebody else had the memory: what was found there may lie elsewhere
-            self._traced, self.ownership.stale = None, False
-        if self._traced is None or self._traced[0] != name:
-            self._close_session()
-            manifest = decode_manifest(self._client.get_blob(name))
-            self._traced = None  # a model that is refused half-way no longer has the memory of the one before
-            begun = time.perf_counter()
-            traced = self.model.trace(manifest)
-            self._log_trace(traced, time.perf_counter() - begun)
-            self._shadow = None  # frees another model's before this one's is made
-            self._shadow = self._make_shadow(traced)
-            self._traced, self._held = (name, traced), held_plan(traced.layout)
-            # Another one where both buffers are digested: on a GPU, a program keeps the table of one memory.
-            self._held_live = self._held if self._shadow is None else held_plan(traced.layout)
-        if (self._info.manifest, self._info.reason) != (name, ""):  # another trainer's model may have come between
-            layout, replaced = self._traced[1].layout, [module.name for module in self._traced[1].loader_path]
-            self._join_with(layout, manifest=name, reason="", replaced=replaced, shadow=self._shadow is not None)
-        return self._traced[1]
-
-    def _make_shadow(self, traced: TracedModel) -> Shadow | None:
-        """The second buffer; None when this engine receives in place.
-
-        Raises:
-            ConfigError: there is no memory for it, and receiving in place instead was not asked for.
-        """
-        if self.config.receive == "in_place":
-            return None
-        try:
-            return Shadow(traced.layout, self.model.device)
-        except ConfigError as error:
-            if self.config.shadow_fallback == "error":
-                raise
-            logger.warning("awex: worker %d: versions are received in place: %s", self._info.rank, error)
-            return None
-
-    def _tell(self, timeout_s: float | None = None, **what: Any) -> None:
-        with self._telling:  # the thread that lends tells, too
-            self._info = msgspec.structs.replace(self._info, told=self._info.told + 1, **what)
-            self._client.join_worker(self._info, timeout_s=timeout_s)
-
-    def _sources(self, writers: Sequence[WriterInfo]) -> SourceIndex:
-        return index_sources([self._layouts.get(writer.layout) for writer in writers])
-
-    def _check_complete_soon(self, writers: Sequence[WriterInfo]) -> None:
-        """Find out whether the engine can take all of the trainer's model, if its other workers have traced by now.
-
-        A version that comes before they have finds it out before any byte moves.
-        """
-        if self._info.rank == 0:
-            with contextlib.suppress(SyncTimeout):
-                engine = self._wait_for_siblings(writers[0].manifest, _SIBLINGS_S)
-                self._check_complete(self._sources(writers), engine)
-
-    def _check_complete(self, sources: SourceIndex, engine: EngineView) -> None:
-        # One worker looks at all: what one has no place for, another may have.
-        traced = self.traced
-        if self._info.rank == 0 and traced is not None:
-            layouts = [self._layouts.get(worker.layout) for worker in engine.workers]
-            check_complete(sources, layouts, self.engine, [name for each in traced.ignored for name in each.names])
-
-    def _wait_for_siblings(self, manifest: str, limit_s: float) -> EngineView:
-        def traced(view: JobView) -> EngineView | None:
-            engine = view.engines.get(self.engine)
-            if engine is None:  # the meta server was restarted, and this worker's lease is not renewed yet
-                return None
-            refused = [reason for reason in refusals(manifest, engine) if reason != self._info.reason]
-            if refused:
-                raise PlanError(f"engine {self.engine} refuses the trainer's model", refused)
-            return engine if has_traced(manifest, engine, self._info.world) else None
-
-        what = f"the other workers of engine {self.engine} to trace their models"
-        return self._client.wait_for(traced, timeout_s=limit_s, what=what)
-
-    def _log_trace(self, traced: TracedModel, seconds: float) -> None:
-        total = max(traced.layout.nbytes, 1)
-        logger.info(
-            "awex: worker %d traced %d tensors, %d pieces, %d bytes in %.2f s; loader path %.1f %% of the bytes",
-            self._info.rank,
-            len(traced.layout.tensors),
-            len(traced.layout),
-            total,
-            seconds,
-            100 * traced.loader_path_nbytes / total,
-        )
-        if traced.loader_path:
-            reasons = [f"{module.name} ({module.nbytes} bytes): {module.reason}" for module in traced.loader_path]
-            logger.info("%s", list_faults("awex: received aside and finished by the engine:", reasons))
-        if traced.refreshed:
-            logger.info("%s", list_faults("awex: received in place, and copies of it made anew:", traced.refreshed))
-        if traced.kept:
-            logger.info(
-                "%s", list_faults("awex: kept by the engine, since no version has them:", list(map(str, traced.kept)))
-            )
+        """Trace for the trainer that has joined, see ``Preparation.prepare``; False while there is none."""
+        return self._ready.prepare()
 
     # Repairing, while the engine is torn and paused
 
@@ -454,11 +309,11 @@ class WeightReader:
             self._attempt = attempt = _Attempt(sync.version, update.copy, Deadline.after(limit_s))
             self._end_prefetch()
             attempt.only = self._changed(sync)
-            traced = self._trace(update.writers[0].manifest)
+            traced = self._ready.trace(update.writers[0].manifest)
             session = self._ensure_session(update, traced, attempt.deadline)
             session.select(attempt.only)  # now, while requests run
-            if self._shadow is not None:
-                attempt.pieces = self._shadow.select(attempt.only, traced.staged_tensors)
+            if self._ready.shadow is not None:
+                attempt.pieces = self._ready.shadow.select(attempt.only, traced.staged_tensors)
             attempt.figures["plan_s"] = session.plan_s
         except Exception as error:
             self._attempt = self._attempt or _Attempt(version or self.version, "", Deadline.after(0))
@@ -481,11 +336,11 @@ class WeightReader:
 
     def _prefetch(self, attempt: _Attempt) -> None:
         try:
-            if self._shadow is not None:
+            if self._ready.shadow is not None:
                 with beside_compute(self.model.device):
                     self._receive(attempt)
                 attempt.prefetched = True
-            self._client.report_worker(self._info.process.incarnation, attempt.version, prefetched=True)
+            self._client.report_worker(self._member.incarnation, attempt.version, prefetched=True)
         except Exception as error:  # noqa: BLE001 - nobody would hear of it but through the meta server
             self._fail(attempt, error)
 
@@ -556,7 +411,7 @@ class WeightReader:
             raise TransferError(f"version {attempt.version} ended before it was received{_why(sync, self.engine)}")
         session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
         begun = time.perf_counter()
-        shadow = self._shadow
+        shadow = self._ready.shadow
         memory = shadow.memory if shadow is not None else self._begin()
         session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
         if shadow is None:
@@ -623,16 +478,16 @@ class WeightReader:
         self._close_session()
         # Whether a transfer group forms depends on all workers, so all must have traced.
         limit_s = deadline.remaining(f"the workers of engine {self.engine}")
-        engine = self._wait_for_siblings(update.writers[0].manifest, limit_s)
-        sources = self._sources(update.writers)
-        self._check_complete(sources, engine)
-        self._agree_on_shadow(engine)
+        engine = self._ready.wait_for_siblings(update.writers[0].manifest, limit_s)
+        sources = self._ready.sources(update.writers)
+        self._ready.check_complete(sources, engine)
+        self._ready.agree_on_shadow(engine)
         if update.copy:
             check_precision(sources, traced.layout)
         device = self.model.device
         self._session = ReaderSession(
             key,
-            self._info,
+            self._member.info,
             engine.workers,
             update.writers,
             sources,
@@ -644,16 +499,6 @@ class WeightReader:
         )
         return self._session
 
-    def _agree_on_shadow(self, engine: EngineView) -> None:
-        """Receive in place if any worker has to: one that waits for the pause may hold up all the others."""
-        lacking = [worker.rank for worker in engine.workers if not worker.shadow]
-        if self._shadow is not None and lacking:
-            logger.warning(
-                "awex: worker %d: versions are received in place, as by workers %s", self._info.rank, lacking
-            )
-            self._shadow = None
-            self._tell(shadow=False)
-
     def _verify(
         self, sync: SyncView, attempt: _Attempt, traced: TracedModel, session: ReaderSession, memory: Memory
     ) -> int:
@@ -662,7 +507,7 @@ class WeightReader:
         Raises:
             VerifyError: something differs still.
         """
-        held = self._held
+        held = self._ready.held
         if held is None:
             raise TransferError(f"version {attempt.version} was not connected; call connect first")
         tensors, damaged = traced.layout.tensors, attempt.progress.damaged
@@ -697,9 +542,10 @@ class WeightReader:
 
     def _digest_live(self, traced: TracedModel, only: npt.NDArray[np.bool_]) -> Lanes:
         """The digest of live memory, while nothing is being received into it."""
-        if self._held_live is None:
+        held = self._ready.held_live
+        if held is None:
             raise TransferError("this worker has not traced its model")
-        return digest_program(self._held_live, traced.layout.tensors, self.model.lend(), "dst", only=only)
+        return digest_program(held, traced.layout.tensors, self.model.lend(), "dst", only=only)
 
     def _receive_again(
         self, attempt: _Attempt, traced: TracedModel, session: ReaderSession, memory: Memory, lanes: list[int]
@@ -713,18 +559,16 @@ class WeightReader:
         tensors, progress = traced.layout.tensors, Progress()
         names = names_in_lanes(lanes, tensors)
         why = [damage.what for damage in attempt.progress.damaged] or ["the digest differs"]
-        logger.warning(
-            "%s", list_faults(f"awex: worker {self._info.rank}: receiving {len(names)} tensors once more:", why)
-        )
+        logger.warning("%s", list_faults(f"awex: worker {self.rank}: receiving {len(names)} tensors once more:", why))
         if not session.one_sided:
-            incarnation = self._info.process.incarnation
+            incarnation = self._member.incarnation
             reply = self._client.report_worker(incarnation, attempt.version, resend=lanes)
             if not reply.accepted:
                 raise TransferError(f"version {attempt.version} cannot be received once more: {reply.reason}")
         session.receive_again(memory, progress, attempt.deadline, lanes)
         attempt.figures["repulled_nbytes"] = float(progress.nbytes)
-        if self._shadow is not None and attempt.only:  # of a partial update, more than it names
-            attempt.pieces = self._shadow.select(attempt.only, [*traced.staged_tensors, *names])
+        if self._ready.shadow is not None and attempt.only:  # of a partial update, more than it names
+            attempt.pieces = self._ready.shadow.select(attempt.only, [*traced.staged_tensors, *names])
         if progress.damaged:
             summary = f"version {attempt.version} was received twice and damaged each time, among"
             faults = [
@@ -741,7 +585,7 @@ class WeightReader:
             if sync is None or sync.engines[self.engine].outcome == "failed":
                 why = _why(sync, self.engine)
                 raise TransferError(f"version {attempt.version} ended before it was verified{why}")
-            digest = sync.digests.get(self._info.layout)
+            digest = sync.digests.get(self._member.info.layout)
             if digest is None:
                 return None
             missing[:] = digest.missing
@@ -790,7 +634,7 @@ class WeightReader:
 
     def _swap(self, attempt: _Attempt) -> None:
         """Make what lies in the second buffer live; nothing to do for what was received in place."""
-        shadow, traced = self._shadow, self.traced
+        shadow, traced = self._ready.shadow, self.traced
         if shadow is None or traced is None or attempt.pieces is None:
             return
         begun = time.perf_counter()
@@ -800,14 +644,14 @@ class WeightReader:
         attempt.figures["swap_s"] = time.perf_counter() - begun
 
     def _report(self, attempt: _Attempt) -> None:
-        incarnation = self._info.process.incarnation
+        incarnation = self._member.incarnation
         try:
             reply = self._client.report_worker(incarnation, attempt.version, figures=attempt.figures)
         except AwexError as error:
             if not self.controlled:
                 raise
             # The controller's commit is refused as long as this worker has not reported.
-            logger.error("awex: worker %d could not report version %s: %s", self._info.rank, attempt.version, error)
+            logger.error("awex: worker %d could not report version %s: %s", self.rank, attempt.version, error)
             return
         if not reply.accepted and not self.controlled:
             raise TransferError(f"version {attempt.version} was not committed: {reply.reason}")
@@ -827,7 +671,7 @@ class WeightReader:
         self.version = version
 
     def _fail(self, attempt: _Attempt, error: Exception) -> None:
-        logger.error("awex: worker %d of engine %s: %s", self._info.rank, self.engine, error)
+        logger.error("awex: worker %d of engine %s: %s", self.rank, self.engine, error)
         attempt.failure = str(error) or type(error).__name__
         if isinstance(error, SyncTimeout):
             attempt.failure += f" (version {attempt.version}, {attempt.progress.nbytes} bytes received)"
@@ -835,7 +679,7 @@ class WeightReader:
         self._close_session()
         try:
             self._client.report_worker(
-                self._info.process.incarnation,
+                self._member.incarnation,
                 attempt.version,
                 failed=True,
                 reason=attempt.failure,
@@ -858,12 +702,7 @@ class WeightReader:
         self._close_session()
         if self._lending is not None:
             self._lending.join(_LENDING_S)
-        self._leases.close()
-        try:
-            self._client.leave(self._info.process.incarnation, timeout_s=2.0)
-        except AwexError as error:
-            logger.info("awex: leaving the job: %s", error)
-        self._client.close()
+        self._member.leave()
 
 
 def _update_of(view: JobView, engine: str) -> _Update | None:

@@ -290,7 +290,7 @@ def test_a_partial_update_after_a_version_that_failed_needs_nothing_of_the_secon
     engine = loop.engine("e", 2, config)
     trainer = make_trainer()
     trainer.write(1)
-    shadow = engine.readers[1]._shadow
+    shadow = engine.readers[1]._ready.shadow
     assert shadow is not None
     for buffer in shadow.memory.buffers:
         buffer.fill_(3)

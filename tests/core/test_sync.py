@@ -970,7 +970,7 @@ def test_an_engine_that_dies_during_a_sync_is_named_and_the_others_go_on(
     hang = threading.Event()
 
     def die() -> None:
-        dying.readers[0]._leases.close()
+        dying.readers[0]._member._leases.close()
         hang.wait(20)
 
     dying.models[0].on_finish = die

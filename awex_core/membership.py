@@ -1,0 +1,76 @@
+"""One engine worker's place in its job: what the meta server is told of it, and told again when that has forgotten."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import msgspec
+
+from awex_core.errors import AwexError
+from awex_core.layout.layout import Layout
+from awex_core.layout.wire import encode_layout
+from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.meta.messages import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 2.0
+
+
+class Membership:
+    """A worker that has joined. Any thread may tell."""
+
+    def __init__(self, client: MetaClient, info: WorkerInfo) -> None:
+        """Nothing is told before ``join``."""
+        self.client, self.info = client, info
+        self._layout = b""
+        self._telling = threading.Lock()
+        self._leases: LeaseKeeper | None = None
+
+    def join(self) -> None:
+        """Join, and stay: the lease is renewed until ``leave``.
+
+        Raises:
+            MetaServerError: the meta server cannot be reached or refuses this worker.
+        """
+        reply = self.client.join_worker(self.info)
+        self._leases = LeaseKeeper(self.client, reply.lease_s, self._rejoin)
+        self._leases.add(self.incarnation)
+
+    @property
+    def incarnation(self) -> str:
+        """Of this process."""
+        return self.info.process.incarnation
+
+    def _rejoin(self, _: str) -> None:
+        """A server that was restarted has lost the layout too."""
+        layout = self._layout
+        if layout:
+            self.client.put_blob(layout)
+        self.client.join_worker(self.info)
+        if layout:
+            self.client.put_blob(layout)  # it may have been restarted between the two
+
+    def tell(self, *, timeout_s: float | None = None, **what: Any) -> None:
+        """Say what has changed of ``WorkerInfo``."""
+        with self._telling:
+            self.info = msgspec.structs.replace(self.info, told=self.info.told + 1, **what)
+            self.client.join_worker(self.info, timeout_s=timeout_s)
+
+    def tell_layout(self, layout: Layout, **what: Any) -> None:
+        """The same, with the layout of the traced model."""
+        self._layout = encode_layout(layout)
+        self.tell(layout=self.client.put_blob(self._layout), **what)
+        self.client.put_blob(self._layout)  # a server that was restarted before it heard of this worker has lost it
+
+    def leave(self) -> None:
+        """Leave the job."""
+        if self._leases is not None:
+            self._leases.close()
+        try:
+            self.client.leave(self.incarnation, timeout_s=_LEAVE_S)
+        except AwexError as error:
+            logger.info("awex: leaving the job: %s", error)
+        self.client.close()
