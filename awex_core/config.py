@@ -13,7 +13,7 @@ from awex_core.meta.addresses import split_addresses
 from awex_core.meta.tls import Tls
 from awex_core.modes import NonFiniteMode, ReceiveMode, ShadowFallback, SnapshotMode, StartMode, VerifyMode
 from awex_core.token import require_token
-from awex_core.transfer.settings import transport_settings
+from awex_core.transfer.settings import AUTO, OURS, transport_settings
 from awex_core.variables import check_names
 
 _NAMES = {
@@ -90,7 +90,8 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         split_addresses(self.meta_server)
-        check_choice("transport", self.transport, transport_settings())
+        if self.transport not in (AUTO, *OURS):  # to look for those of other packages takes time
+            check_choice("transport", self.transport, transport_settings())
         check_choice("verify", self.verify, get_args(VerifyMode))
         check_choice("snapshot", self.snapshot, get_args(SnapshotMode))
         check_choice("nonfinite", self.nonfinite, get_args(NonFiniteMode))

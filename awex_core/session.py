@@ -234,7 +234,8 @@ class WriterSession:
         self.plan_s = time.perf_counter() - begun
         accepts = {worker.rank: self._accepted(client, worker, deadline) for worker in workers}
         for peer, accept in accepts.items():
-            if accept.fingerprints.get(rank, "") != tables[peer].fingerprint():
+            differ = accept.fingerprints.get(rank, "") != tables[peer].fingerprint()
+            if differ or (len(programs[peer]) and not accept.transports[rank]):
                 raise PlanError(
                     f"writer rank {rank} and worker {peer} of engine {key.engine} planned different copies",
                     ["install the same release of awex-plugins on both sides"],
@@ -423,7 +424,7 @@ class _Members:
         others = [transport.name for transport in used if config.transport not in (AUTO, transport.setting)]
         if others:
             raise ConfigError(
-                f"the trainer asks for transport {config.transport!r}, engine {self.key.engine} uses "
+                f"transport {config.transport!r} is asked for here, but engine {self.key.engine} uses "
                 f"{', '.join(map(repr, others))}; set the same AWEX_TRANSPORT on both sides"
             )
         mine = [transport for transport in used if transport.collective or programs.get(transport.name)]
