@@ -13,7 +13,7 @@ the trainer's shard into the engine's live parameter.
     session     one pair of sides, planned and connected, used for many versions
     serving     a version from one rank's memory to every engine
     writer      WeightWriter, one per trainer rank
-    reader      WeightReader, one per engine worker: its membership, its preparation, and one version at a time
+    reader      WeightReader, one per engine worker: its membership, preparation and verification, an attempt at a time
     shadow      its second buffer, in shadow mode
     ownership   whether its memory still is what it committed: others may call the engine too
     lender      the same worker as the source of another engine's weights

@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from awex_core import stacks
+from awex_core.attempt import Attempt, Update, Verified, find_update, going_on
 from awex_core.config import SyncConfig
-from awex_core.digest.lanes import (
-    Lanes,
-    differing_lanes,
-    digest_program,
-    empty_lanes,
-    lanes_of,
-    names_in_lanes,
-    sum_lanes,
-    unpack_lanes,
-    verified_tensors,
-)
 from awex_core.engine import TracedModel, WorkerModel
 from awex_core.errors import (
     AwexError,
     ConfigError,
-    MetaServerError,
     SyncTimeout,
     TransferError,
-    VerifyError,
-    list_faults,
 )
 from awex_core.from_disk import load_checkpoint
 from awex_core.layout.live import Memory
-from awex_core.lender import Lender, copy_key
+from awex_core.lender import Lender
 from awex_core.membership import Membership
 from awex_core.meta.client import MetaClient
 from awex_core.meta.limits import MAX_TEXT
-from awex_core.meta.messages import JobView, SyncView, WeightsState, WorkerInfo, WriterInfo
-from awex_core.modes import VerifyMode
+from awex_core.meta.messages import JobView, SyncView, WeightsState, WorkerInfo
 from awex_core.ownership import Ownership
 from awex_core.plan import check_precision
 from awex_core.preparation import Preparation
@@ -57,9 +37,10 @@ from awex_core.session import (
     SessionKey,
     sources_of,
 )
-from awex_core.shadow import Pieces, beside_compute
-from awex_core.transfer.base import Deadline, Progress
+from awex_core.shadow import beside_compute
+from awex_core.transfer.base import Deadline
 from awex_core.transfer.registry import tidy
+from awex_core.verification import Verification
 from awex_core.version import INITIAL, Version
 
 logger = logging.getLogger(__name__)
@@ -82,45 +63,6 @@ _TELL_S = 3.0
 
 _ABANDONED_S = 5.0
 """How long a version waits for the thread that still receives one before it, which has failed."""
-
-
-@dataclass(frozen=True)
-class _Update:
-    """A version and who has it: the trainer's ranks, or for a ``copy`` another engine's workers."""
-
-    sync: SyncView
-    writers: Sequence[WriterInfo]
-    copy: str
-
-
-@dataclass(frozen=True)
-class _Verified:
-    """The digest of a version, and which tensors took part in it."""
-
-    version: Version
-    lanes: Lanes
-    only: npt.NDArray[np.bool_]
-
-
-@dataclass
-class _Attempt:
-    """One version on its way into this worker."""
-
-    version: Version
-    copy: str
-    deadline: Deadline
-    only: list[str] = field(default_factory=list)
-    """Patterns of the tensors to pull; none means all."""
-    progress: Progress = field(default_factory=Progress)
-    figures: dict[str, float] = field(default_factory=lambda: {"repulled_nbytes": 0.0})
-    failure: str = ""
-    prefetched: bool = False
-    """In the second buffer, whole and verified."""
-    received: bool = False
-    """Wanted as well: the engine is paused for it."""
-    pieces: Pieces | None = None
-    """In shadow mode: what becomes live once it is received."""
-    verified: _Verified | None = None
 
 
 class WeightReader:
@@ -163,12 +105,13 @@ class WeightReader:
         self.ownership = Ownership(model, self._tell_weights)
         self._layouts = LayoutCache(self._client)
         self._ready = Preparation(model, self._member, self.ownership, config, self._layouts, self._close_session)
+        self._verification = Verification(model, self._member, self._ready, self.ownership)
         self._session: ReaderSession | None = None
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         self._prefetching: threading.Thread | None = None
         self._lender: Lender | None = None
         self._lending: threading.Thread | None = None
-        self._committed: _Verified | None = None
+        self._committed: Verified | None = None
         """What live memory was when it was last committed, as far as it was verified."""
 
     @property
@@ -205,22 +148,9 @@ class WeightReader:
         self._lending.start()
 
     def _prove_held(self) -> None:
-        """Make sure that what lies in live memory is what was committed, as far as that was verified.
-
-        Raises:
-            VerifyError: it is something else by now; names the tensors.
-        """
-        committed, traced = self._committed, self.traced
-        if committed is None or traced is None or committed.version != self.version:
-            return
-        tensors = traced.layout.tensors
-        found = self._digest_live(traced, committed.only)
-        wrong = differing_lanes(committed.lanes, found)
-        if wrong:
-            self.ownership.distrust("its weights are not those that were committed; nobody has said who changed them")
-            names = names_in_lanes(wrong, tensors, committed.only)
-            summary = f"worker {self.rank} of engine {self.engine} does not hold {self.version} any more, among"
-            raise VerifyError(list_faults(summary, names))
+        """See ``Verification.prove_held``; what was not verified cannot be proved."""
+        if self._committed is not None and self._committed.version == self.version:
+            self._verification.prove_held(self._committed)
 
     # Other callers: what the engine's own calls do to the weights
 
@@ -306,7 +236,7 @@ class WeightReader:
             sync = update.sync
             # A little before the meta server's own: what it then tells everyone is who was waited for, and how far.
             limit_s = sync.remaining_s - min(_HEADSTART_S, 0.1 * sync.remaining_s)
-            self._attempt = attempt = _Attempt(sync.version, update.copy, Deadline.after(limit_s))
+            self._attempt = attempt = Attempt(sync.version, update.copy, Deadline.after(limit_s))
             self._end_prefetch()
             attempt.only = self._changed(sync)
             traced = self._ready.trace(update.writers[0].manifest)
@@ -316,7 +246,7 @@ class WeightReader:
                 attempt.pieces = self._ready.shadow.select(attempt.only, traced.staged_tensors)
             attempt.figures["plan_s"] = session.plan_s
         except Exception as error:
-            self._attempt = self._attempt or _Attempt(version or self.version, "", Deadline.after(0))
+            self._attempt = self._attempt or Attempt(version or self.version, "", Deadline.after(0))
             self._fail(self._attempt, error)
             if not self.controlled:
                 raise
@@ -334,7 +264,7 @@ class WeightReader:
             )
             self._prefetching.start()
 
-    def _prefetch(self, attempt: _Attempt) -> None:
+    def _prefetch(self, attempt: Attempt) -> None:
         try:
             if self._ready.shadow is not None:
                 with beside_compute(self.model.device):
@@ -383,9 +313,9 @@ class WeightReader:
             if not self.controlled:
                 raise
 
-    def _wait_for_update(self, version: Version | None, deadline: Deadline) -> _Update:
-        def mine(view: JobView) -> _Update | None:
-            update = _update_of(view, self.engine)
+    def _wait_for_update(self, version: Version | None, deadline: Deadline) -> Update:
+        def mine(view: JobView) -> Update | None:
+            update = find_update(view, self.engine)
             sync = update.sync if update is not None else None
             if update is None or sync is None or sync.state == "gathering" or self.engine not in sync.engines:
                 return None
@@ -402,13 +332,11 @@ class WeightReader:
         what = f"version {version}" if version else f"a version newer than {self.version}"
         return self._client.wait_for(mine, timeout_s=deadline.remaining(what), what=what)
 
-    def _receive(self, attempt: _Attempt) -> None:
+    def _receive(self, attempt: Attempt) -> None:
         session, traced = self._session, self.traced
         if session is None or traced is None:
             raise TransferError(f"version {attempt.version} was not connected; call connect first")
-        sync = self._sync_of(self._client.watch(), attempt)
-        if sync is None or sync.engines[self.engine].outcome == "failed":
-            raise TransferError(f"version {attempt.version} ended before it was received{_why(sync, self.engine)}")
+        sync = going_on(self._client.watch(), self.engine, attempt, "received")
         session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
         begun = time.perf_counter()
         shadow = self._ready.shadow
@@ -417,7 +345,7 @@ class WeightReader:
         if shadow is None:
             write_constants(traced, memory)
         received = time.perf_counter()
-        verified = self._verify(sync, attempt, traced, session, memory)
+        verified = self._verification.verify(sync, attempt, traced, session, memory)
         session.check_held(attempt.version.number)
         if shadow is not None:
             attempt.figures["shadow_nbytes"] = float(shadow.nbytes)
@@ -454,22 +382,7 @@ class WeightReader:
             )
         return sync.only
 
-    def _sync_of(self, view: JobView, attempt: _Attempt) -> SyncView | None:
-        """The version an attempt is about, as long as it is on its way or was the last.
-
-        Raises:
-            MetaServerError: the meta server has lost it.
-        """
-        copy = view.copies.get(self.engine)
-        if attempt.copy:
-            sync = copy.sync if copy is not None and copy_key(copy) == attempt.copy else None
-        elif view.sync is None:
-            raise MetaServerError("the meta server lost the version while it was being received; was it restarted?")
-        else:
-            sync = view.sync
-        return sync if sync is not None and sync.version == attempt.version and self.engine in sync.engines else None
-
-    def _ensure_session(self, update: _Update, traced: TracedModel, deadline: Deadline) -> ReaderSession:
+    def _ensure_session(self, update: Update, traced: TracedModel, deadline: Deadline) -> ReaderSession:
         sync = update.sync
         generation = sync.engines[self.engine].generation
         key = SessionKey(sync.version.epoch, self.engine, generation, update.copy, sources_of(update.writers))
@@ -498,104 +411,6 @@ class WeightReader:
             deadline,
         )
         return self._session
-
-    def _verify(
-        self, sync: SyncView, attempt: _Attempt, traced: TracedModel, session: ReaderSession, memory: Memory
-    ) -> int:
-        """Compare digests, and receive once more what differs; returns the bytes that took part.
-
-        Raises:
-            VerifyError: something differs still.
-        """
-        held = self._ready.held
-        if held is None:
-            raise TransferError(f"version {attempt.version} was not connected; call connect first")
-        tensors, damaged = traced.layout.tensors, attempt.progress.damaged
-        mode: VerifyMode = msgspec.convert(sync.verify, VerifyMode)
-        only = verified_tensors(tensors, mode, sync.version.number)
-        expected = empty_lanes() if mode == "off" else self._expected_digest(attempt, len(session.programs))
-
-        def differing() -> set[int]:
-            arrived = attempt.pieces.tensors if attempt.only and attempt.pieces is not None else None
-            if arrived is None:
-                return differing_lanes(expected, digest_program(held, tensors, memory, "dst", only=only))
-            # What does not come stays as it is in live memory, so that is where it is looked at.
-            found = digest_program(held, tensors, memory, "dst", only=only & arrived)
-            with self.ownership.reading():
-                return differing_lanes(expected, sum_lanes([found, self._digest_live(traced, only & ~arrived)]))
-
-        wrong = differing()
-        suspects = wrong | lanes_of(itertools.chain(*(damage.tensors for damage in damaged)), len(tensors))
-        if suspects:
-            self._receive_again(attempt, traced, session, memory, sorted(suspects))
-            wrong = differing()
-        if wrong:
-            names = names_in_lanes(wrong, tensors, only)
-            summary = (
-                f"the digest of version {sync.version} differs from the trainer's, also after "
-                f"{attempt.figures['repulled_nbytes']:.0f} bytes were received once more, among"
-            )
-            raise VerifyError(list_faults(summary, names))
-        if mode != "off":
-            attempt.verified = _Verified(sync.version, expected, only)
-        return int((traced.layout.volume * traced.layout.itemsize)[only[traced.layout.tensor]].sum())
-
-    def _digest_live(self, traced: TracedModel, only: npt.NDArray[np.bool_]) -> Lanes:
-        """The digest of live memory, while nothing is being received into it."""
-        held = self._ready.held_live
-        if held is None:
-            raise TransferError("this worker has not traced its model")
-        return digest_program(held, traced.layout.tensors, self.model.lend(), "dst", only=only)
-
-    def _receive_again(
-        self, attempt: _Attempt, traced: TracedModel, session: ReaderSession, memory: Memory, lanes: list[int]
-    ) -> None:
-        """Receive the tensors of some lanes of the digest once more; a bit may have flipped on the way.
-
-        Raises:
-            TransferError: the writers do not serve them again.
-            VerifyError: what came was damaged once more.
-        """
-        tensors, progress = traced.layout.tensors, Progress()
-        names = names_in_lanes(lanes, tensors)
-        why = [damage.what for damage in attempt.progress.damaged] or ["the digest differs"]
-        logger.warning("%s", list_faults(f"awex: worker {self.rank}: receiving {len(names)} tensors once more:", why))
-        if not session.one_sided:
-            incarnation = self._member.incarnation
-            reply = self._client.report_worker(incarnation, attempt.version, resend=lanes)
-            if not reply.accepted:
-                raise TransferError(f"version {attempt.version} cannot be received once more: {reply.reason}")
-        session.receive_again(memory, progress, attempt.deadline, lanes)
-        attempt.figures["repulled_nbytes"] = float(progress.nbytes)
-        if self._ready.shadow is not None and attempt.only:  # of a partial update, more than it names
-            attempt.pieces = self._ready.shadow.select(attempt.only, [*traced.staged_tensors, *names])
-        if progress.damaged:
-            summary = f"version {attempt.version} was received twice and damaged each time, among"
-            faults = [
-                f"{', '.join(tensors[t].name for t in sorted(damage.tensors)[:3])}: {damage.what}"
-                for damage in progress.damaged
-            ]
-            raise VerifyError(list_faults(summary, faults))
-
-    def _expected_digest(self, attempt: _Attempt, writers: int) -> Lanes:
-        missing = list(range(writers))
-
-        def complete(view: JobView) -> Lanes | None:
-            sync = self._sync_of(view, attempt)
-            if sync is None or sync.engines[self.engine].outcome == "failed":
-                why = _why(sync, self.engine)
-                raise TransferError(f"version {attempt.version} ended before it was verified{why}")
-            digest = sync.digests.get(self._member.info.layout)
-            if digest is None:
-                return None
-            missing[:] = digest.missing
-            return unpack_lanes(digest.sum) if not missing else None
-
-        what = f"the digest of version {attempt.version}"
-        try:
-            return self._client.wait_for(complete, timeout_s=attempt.deadline.remaining(what), what=what)
-        except SyncTimeout as error:
-            raise SyncTimeout(f"{error}, which writer rank(s) {missing} have not sent") from error
 
     def finish(self) -> None:
         """After ``receive``: let the engine finish its post-load steps, then report to the meta server.
@@ -632,7 +447,7 @@ class WeightReader:
         else:
             self._wait_for_outcome(attempt.version)
 
-    def _swap(self, attempt: _Attempt) -> None:
+    def _swap(self, attempt: Attempt) -> None:
         """Make what lies in the second buffer live; nothing to do for what was received in place."""
         shadow, traced = self._ready.shadow, self.traced
         if shadow is None or traced is None or attempt.pieces is None:
@@ -643,7 +458,7 @@ class WeightReader:
         write_constants(traced, live)
         attempt.figures["swap_s"] = time.perf_counter() - begun
 
-    def _report(self, attempt: _Attempt) -> None:
+    def _report(self, attempt: Attempt) -> None:
         incarnation = self._member.incarnation
         try:
             reply = self._client.report_worker(incarnation, attempt.version, figures=attempt.figures)
@@ -670,7 +485,7 @@ class WeightReader:
             raise TransferError(f"version {version} was not committed by every worker of engine {self.engine}")
         self.version = version
 
-    def _fail(self, attempt: _Attempt, error: Exception) -> None:
+    def _fail(self, attempt: Attempt, error: Exception) -> None:
         logger.error("awex: worker %d of engine %s: %s", self.rank, self.engine, error)
         attempt.failure = str(error) or type(error).__name__
         if isinstance(error, SyncTimeout):
@@ -703,18 +518,6 @@ class WeightReader:
         if self._lending is not None:
             self._lending.join(_LENDING_S)
         self._member.leave()
-
-
-def _update_of(view: JobView, engine: str) -> _Update | None:
-    """What an engine is to receive: a copy that is on its way, or what the trainer publishes."""
-    copy = view.copies.get(engine)
-    if copy is not None and copy.sync.state == "open":
-        return _Update(copy.sync, copy.lenders, copy_key(copy))
-    return _Update(view.sync, view.writers, "") if view.sync is not None and view.writers else None
-
-
-def _why(sync: SyncView | None, engine: str) -> str:
-    return f": {sync.engines[engine].reason}" if sync and engine in sync.engines else ""
 
 
 def write_constants(traced: TracedModel, memory: Memory) -> None:

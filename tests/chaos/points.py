@@ -65,7 +65,7 @@ def _shift_clock(seconds: float) -> None:
 
 def install() -> None:
     """Wrap what the product calls at each point, in whatever process this is."""
-    from awex_core import controller, reader, serving, session, writer
+    from awex_core import controller, reader, serving, session, verification, writer
     from awex_core.meta import client, store
     from awex_core.transfer import shm, shm_staged
 
@@ -81,7 +81,7 @@ def install() -> None:
     _before(session.ReaderSession, "receive", _watch_progress)
     _replace_reason(shm)
     _before(shm_staged.Ring, "create", lambda *rest: reach("trainer", "", 0, "staging"))
-    _before(reader.WeightReader, "_verify", lambda self, *rest: _of_worker(self._member.info, "verify"))
+    _before(verification.Verification, "verify", lambda self, *rest: _of_worker(self.member.info, "verify"))
     _before(serving.ServedVersion, "_digests_for", lambda self, *rest: reach("trainer", "", self.rank, "verify"))
     _before(reader.WeightReader, "_report", lambda self, *rest: _of_worker(self._member.info, "commit"))
     _before(controller.EngineController, "_commit", lambda self, *rest: _of_controller(self, "commit"))
