@@ -353,9 +353,11 @@ class EngineController:
             self._repair_failed = True
             await self._set_state("torn", f"{self.reason}; it could not be repaired from {path}: {error}")
             return
+        # First what clients see: whoever reads that it is ready finds the version that it names.
+        await self._within(_GRACE_S, self._host.show(str(INITIAL)), "the engine to show its version")
         self.version, self._repaired = INITIAL, True
         await self._set_state("ready", f"repaired from {path}")
-        await self._show_and_resume()
+        await self._resume()
 
     def _wait_for_copy(self) -> SyncView | None:
         """The copy, once all workers of its source lend; None when it has ended before."""

@@ -71,9 +71,6 @@ MUTATED = {
 MISMATCHED = {
     Cell("glm4.5-moe", trainer="checkpoint with a layer", sizes=_DRAFT): "model.layers.3.",
     Cell("glm4.5-moe", trainer="checkpoint without e_score_correction_bias"): "e_score_correction_bias",
-    Cell(
-        "gemma4-text", trainer="checkpoint without layer_scalar"
-    ): "model.layers.0.layer_scalar: the trainer's tensors leave",
     Cell("qwen2", trainer="checkpoint without k_proj.bias"): "qkv_proj.bias",
     Cell("llama-tied", other=(("tie_word_embeddings", False),)): "lm_head.weight: it takes 0 of",
 }
