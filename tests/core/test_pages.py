@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import awex_core
 from awex_core.config import SyncConfig
+from awex_core.errors import SyncFailed
 from awex_core.testing.fake_engine import holds
 from awex_core.transfer import registry
 from tests.core import test_sync
@@ -61,3 +67,30 @@ def test_the_transport_of_the_page_moves_versions(
     assert result.figures["e"]["moved_nbytes"] == trainer.weights["model.up.weight"].numel() * 4
     assert holds(engine, trainer.weights)
     assert list(files_folder.iterdir()) == []
+
+
+def test_the_engine_of_the_page_follows_a_trainer(config: SyncConfig, tmp_path: Path) -> None:
+    """It answers by what it was started on, then by each version, and refuses a trainer of another model by name."""
+    (code,) = _blocks("write-an-engine-plugin.md", "python")
+    (tmp_path / "page.py").write_text(code)
+    page: dict[str, Any] = runpy.run_path(str(tmp_path / "page.py"))
+    module, x = torch.nn.Linear(3, 4), torch.tensor([1.0, 2.0, 3.0])
+
+    async def use(engine: Any) -> None:
+        assert (await engine.answer(x))[1] == "0.0"
+        trainer = await asyncio.to_thread(awex_core.attach, module, config)
+        for number in (1, 2):
+            with torch.no_grad():
+                module.weight.fill_(number)
+            await asyncio.to_thread(trainer.wait_for_engines, 1, timeout_s=60)
+            await asyncio.to_thread(trainer.write_weights, number)
+            answer, version = await engine.answer(x)
+            assert version == f"1.{number}" and torch.allclose(answer, module(x))
+        await asyncio.to_thread(trainer.close)
+        other = await asyncio.to_thread(awex_core.attach, torch.nn.Linear(3, 5), config)
+        with pytest.raises(SyncFailed, match="the loader raised"):
+            await asyncio.to_thread(other.write_weights, 1)
+        assert torch.allclose((await engine.answer(x))[0], module(x))
+        await asyncio.to_thread(other.close)
+
+    asyncio.run(page["serve"](config, use))
