@@ -8,6 +8,7 @@ import resource
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -250,6 +251,24 @@ class TestShmStaged(TransportTests):
         sent, arrived = (views[0].flatten().view(torch.uint8), target.buffers[0][: 3 << 12])
         assert source.nbytes and torch.equal(arrived[:8192], sent[:8192])
         assert not torch.equal(arrived[8192:], sent[8192:])
+
+    def test_abort_ends_a_sender_whose_worker_does_not_read(self) -> None:
+        """From another thread, long before the deadline; nothing can be sent after it."""
+        case = row_case(1, 8 << 12)
+        _, memory, views = case.sources[0].live()
+        case.sources[0].fill(views, case, 1)
+        ring = shm_staged.Ring.create(mmap.PAGESIZE * 2, os.getpid())
+        theirs = shm_staged.attach_ring(ring.address)
+        ring.close()
+        sender, programs = shm_staged.StagedEnd({0: ring}, writing=True), plan_programs(case, "writer", 0)
+        abort = threading.Timer(0.3, sender.abort)
+        abort.start()
+        with pytest.raises(TransferError, match="sending was ended"):
+            sender.send(programs, memory, Progress(), Deadline.after(60))
+        with pytest.raises(TransferError, match="sending was ended"):
+            sender.send(programs, memory, Progress(), Deadline.after(60))
+        abort.join()
+        theirs.close()
 
     def test_a_ring_for_which_there_is_no_room_leaves_nothing_and_says_so(self) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

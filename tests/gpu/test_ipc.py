@@ -29,6 +29,9 @@ class _HeldSender:
     def send(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
         self.export.hold(1)
 
+    def abort(self) -> None:
+        pass
+
     def close(self) -> None:
         self.export.let_go()
 
