@@ -64,26 +64,22 @@ def find_update(view: JobView, engine: str) -> Update | None:
     return Update(view.sync, view.writers, "") if view.sync is not None and view.writers else None
 
 
-def find_sync(view: JobView, engine: str, attempt: Attempt) -> SyncView | None:
-    """The version an attempt is about, as long as it is on its way or was the last.
+def going_on(view: JobView, engine: str, version: Version, copy_of: str, until: str) -> SyncView:
+    """A version that an engine's worker is at: the trainer's, or the copy ``copy_of`` of another engine's.
 
     Raises:
         MetaServerError: the meta server has lost it.
+        TransferError: it has ended before it was ``until``.
     """
     copy = view.copies.get(engine)
-    if attempt.copy:
-        sync = copy.sync if copy is not None and copy_key(copy) == attempt.copy else None
+    if copy_of:
+        sync = copy.sync if copy is not None and copy_key(copy) == copy_of else None
     elif view.sync is None:
         raise MetaServerError("the meta server lost the version while it was being received; was it restarted?")
     else:
         sync = view.sync
-    return sync if sync is not None and sync.version == attempt.version and engine in sync.engines else None
-
-
-def going_on(view: JobView, engine: str, attempt: Attempt, until: str) -> SyncView:
-    """``find_sync``; raises ``TransferError`` if the version has ended before it was ``until``."""
-    sync = find_sync(view, engine, attempt)
-    if sync is None or sync.engines[engine].outcome == "failed":
-        reason = f": {sync.engines[engine].reason}" if sync is not None else ""
-        raise TransferError(f"version {attempt.version} ended before it was {until}{reason}")
+    mine = sync.engines.get(engine) if sync is not None and sync.version == version else None
+    if sync is None or mine is None or mine.outcome == "failed":
+        reason = f": {mine.reason}" if mine is not None else ""
+        raise TransferError(f"version {version} ended before it was {until}{reason}")
     return sync

@@ -336,7 +336,7 @@ class WeightReader:
         session, traced = self._session, self.traced
         if session is None or traced is None:
             raise TransferError(f"version {attempt.version} was not connected; call connect first")
-        sync = going_on(self._client.watch(), self.engine, attempt, "received")
+        sync = going_on(self._client.watch(), self.engine, attempt.version, attempt.copy, "received")
         session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
         begun = time.perf_counter()
         shadow = self._ready.shadow

@@ -152,7 +152,8 @@ class Verification:
         info, missing = self.member.info, list(range(writers))
 
         def complete(view: JobView) -> Lanes | None:
-            digest = going_on(view, info.engine, attempt, "verified").digests.get(info.layout)
+            sync = going_on(view, info.engine, attempt.version, attempt.copy, "verified")
+            digest = sync.digests.get(info.layout)
             if digest is None:
                 return None
             missing[:] = digest.missing

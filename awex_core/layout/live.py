@@ -113,6 +113,11 @@ def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named if tensor is not None}
 
 
+def tensor_name(path: str, name: str) -> str:
+    """A tensor's name from the model on: that of its module, and its own there."""
+    return f"{path}.{name}" if path else name
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole allocation a tensor lives in, as a flat ``uint8`` tensor over the same memory."""
     storage = tensor.untyped_storage()

@@ -1,4 +1,7 @@
-"""What writer ranks have said of a version's digests, added up: a view need not carry every rank's share."""
+"""What writer ranks have said of a version's digests, added up: a view need not carry every rank's share.
+
+In plain Python, as ``digest`` would do with numpy: a meta server needs neither that nor torch.
+"""
 
 from __future__ import annotations
 

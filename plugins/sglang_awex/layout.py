@@ -25,7 +25,7 @@ from awex_core.ignored import ignored
 from awex_core.kept import check_filled, check_followed, is_demanded, why_kept
 from awex_core.layout.computed import Computed, find_computed, with_tensors
 from awex_core.layout.layout import CanonicalTensor, Layout
-from awex_core.layout.live import Memory, computed_faults, flat_bytes, own_tensors, place_of, unwritten
+from awex_core.layout.live import Memory, computed_faults, flat_bytes, own_tensors, place_of, tensor_name, unwritten
 from awex_core.layout.share import join_buffers
 from awex_core.layout.trace import Loader, Trace
 from awex_core.layout.trace_cache import trace_model
@@ -132,7 +132,7 @@ class SglangWorkerModel:
     def _unfilled(self, trace: Trace) -> Iterator[_Unwritten]:
         """Tensors in checkpoint format or computed by the loader that are not wholly filled, nor by their module."""
         gaps = {trace.layout.buffers[gap.buffer].name: (gap.start, gap.end) for gap in reversed(trace.gaps)}
-        owners = {_join(owner.path, name): owner.module for owner in self._staged for name in owner.before}
+        owners = {tensor_name(owner.path, name): owner.module for owner in self._staged for name in owner.before}
         for full_name in {*owners, *self._computed} & gaps.keys():
             path, _, name = full_name.rpartition(".")
             module = owners.get(full_name) or self._model.get_submodule(path)
@@ -144,7 +144,7 @@ class SglangWorkerModel:
         finished, named = {id(owner.module) for owner in self._staged}, _tensors(self._model)
         by_loader = {id(named[name]) for name in self._computed}  # whichever modules have it
         live = {
-            _join(path, name): (module, name, tensor)
+            tensor_name(path, name): (module, name, tensor)
             for path, module in self._model.named_modules()
             for name, tensor in own_tensors(module).items()
             if id(module) not in finished and id(tensor) not in by_loader
@@ -173,7 +173,7 @@ class SglangWorkerModel:
         if moved:
             raise PlanError("parameters have been replaced since they were traced; restart the engine", moved)
         for owner in self._staged:
-            tensors |= {_join(owner.path, name): tensor for name, tensor in owner.tensors.items()}
+            tensors |= {tensor_name(owner.path, name): tensor for name, tensor in owner.tensors.items()}
         for spec in self._offered:
             self._offered[spec] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
         memory = [tensors[entry] if isinstance(entry, str) else self._offered[entry] for entry in self._traced]
@@ -204,7 +204,9 @@ class SglangWorkerModel:
 
         In a checkpoint they are in CPU memory, and another device would round otherwise.
         """
-        aside = {_join(owner.path, name): tensor for owner in self._staged for name, tensor in owner.tensors.items()}
+        aside = {
+            tensor_name(owner.path, name): tensor for owner in self._staged for name, tensor in owner.tensors.items()
+        }
         targets = {name: aside[name] for name in self._computed if name in aside}
         model = compat.in_checkpoint_format(self._model, targets)
         with compat.keeping_tensors(self._model):
@@ -221,10 +223,6 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _staged_names(staged: Sequence[_Staged]) -> set[str]:
     """Names of tensors that are received aside."""
-    return {_join(owner.path, name) for owner in staged for name in owner.before}
+    return {tensor_name(owner.path, name) for owner in staged for name in owner.before}

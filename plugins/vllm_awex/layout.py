@@ -33,7 +33,7 @@ from awex_core.ignored import ignored
 from awex_core.kept import check_filled, check_followed, is_demanded, why_kept
 from awex_core.layout.computed import Computed, find_computed, with_tensors
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
-from awex_core.layout.live import Memory, computed_faults, flat_bytes, own_tensors, place_of, unwritten
+from awex_core.layout.live import Memory, computed_faults, flat_bytes, own_tensors, place_of, tensor_name, unwritten
 from awex_core.layout.share import Place, join_buffers
 from awex_core.layout.trace import Loader, Trace
 from awex_core.layout.trace_cache import trace_model
@@ -52,7 +52,7 @@ class _Slot:
 
     @property
     def full_name(self) -> str:
-        return _join(self.path, self.name)
+        return tensor_name(self.path, self.name)
 
     @property
     def direct(self) -> bool:
@@ -136,7 +136,9 @@ class VllmWorkerModel:
     def _held(self) -> dict[str, torch.Tensor]:
         """The model's tensors by name, as they are now."""
         modules = self._model.named_modules()
-        return {_join(path, name): tensor for path, module in modules for name, tensor in own_tensors(module).items()}
+        return {
+            tensor_name(path, name): tensor for path, module in modules for name, tensor in own_tensors(module).items()
+        }
 
     def _ignored(self, trace: Trace, manifest: Sequence[CanonicalTensor]) -> dict[str, str]:
         """Tensors that the loader drops and may drop, with the rule."""
@@ -216,7 +218,7 @@ class VllmWorkerModel:
         aside = {id(owner.module) for owner in self._staged}
         by_loader = {id(slot.live) for slot in self._computed}  # whichever modules have it
         live = {
-            _join(path, name): (module, name, tensor)
+            tensor_name(path, name): (module, name, tensor)
             for path, module in self._model.named_modules()
             for name, tensor in own_tensors(module).items()
             if id(module) not in aside and not self._computes(module, name) and id(tensor) not in by_loader
@@ -354,10 +356,6 @@ class VllmWorkerModel:
 def _place_in(module: torch.nn.Module, name: str) -> Place | None:
     tensor = own_tensors(module).get(name)
     return place_of(tensor) if tensor is not None else None
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _live(slot: _Slot) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
+from awex_core.attempt import Update, find_update, going_on
 from awex_core.errors import (
     AwexError,
     Fenced,
@@ -674,7 +675,8 @@ class Worker(Process):
     def _connect(self, version: Version | None) -> Steps[None]:
         self.attempt = None
         try:
-            sync, writers, copy = yield from self._wait_for_update(version, SEEN_S)
+            update = yield from self._wait_for_update(version, SEEN_S)
+            sync, copy = update.sync, update.copy
             part = sync.engines[self.engine.name]
             self.attempt = attempt = Attempt(sync.version, copy, self.world.now + sync.remaining_s)
             if part.partial:
@@ -683,23 +685,18 @@ class Worker(Process):
                 attempt.only = True
                 self.world.based_on(self, sync)
             yield from self._trace()
-            yield from self._ensure_session(sync, writers, copy, attempt.end)
+            yield from self._ensure_session(sync, list(update.writers), copy, attempt.end)
         except AwexError as error:
             yield from self._fail(version, error)
 
-    def _wait_for_update(
-        self, version: Version | None, limit_s: float
-    ) -> Steps[tuple[m.SyncView, list[m.WriterInfo], str]]:
+    def _wait_for_update(self, version: Version | None, limit_s: float) -> Steps[Update]:
         name = self.engine.name
 
-        def mine(view: m.JobView) -> tuple[m.SyncView, list[m.WriterInfo], str] | None:
-            copy = view.copies.get(name)
-            if copy is not None and copy.sync.state == "open":
-                sync, writers, key = copy.sync, copy.lenders, copy_key(copy)
-            elif view.sync is not None and view.writers:
-                sync, writers, key = view.sync, view.writers, ""
-            else:
+        def mine(view: m.JobView) -> Update | None:
+            update = find_update(view, name)
+            if update is None:
                 return None
+            sync = update.sync
             if sync.state == "gathering" or name not in sync.engines:
                 return None
             if version is not None and sync.version != version:
@@ -708,7 +705,7 @@ class Worker(Process):
                 return None
             if sync.state == "done":
                 raise TransferError(f"version {sync.version} ended: {sync.engines[name].reason}")
-            return (sync, writers, key) if sync.state == "open" else None
+            return update if sync.state == "open" else None
 
         return (yield from self.wait_for(mine, timeout_s=limit_s, what=f"version {version}"))
 
@@ -734,18 +731,6 @@ class Worker(Process):
                 tokens[writer.rank] = int(value)
         self.session = key, list(writers), tokens
 
-    def _sync_now(self, view: m.JobView, attempt: Attempt) -> m.SyncView | None:
-        """``WeightReader._sync_of``."""
-        copy = view.copies.get(self.engine.name)
-        if attempt.copy:
-            sync = copy.sync if copy is not None and copy_key(copy) == attempt.copy else None
-        elif view.sync is None:
-            raise MetaServerError("the meta server lost the version while it was being received")
-        else:
-            sync = view.sync
-        mine = sync is not None and sync.version == attempt.version and self.engine.name in sync.engines
-        return sync if mine else None
-
     def _receive(self, _: Version) -> Steps[None]:
         """``receive`` and then ``finish``, as the engines' plugins call them."""
         attempt = self.attempt
@@ -759,9 +744,8 @@ class Worker(Process):
     def _receive_attempt(self, attempt: Attempt) -> Steps[None]:
         if self.session is None:
             raise TransferError("not connected")
-        sync = self._sync_now((yield from self.watch()), attempt)
-        if sync is None or sync.engines[self.engine.name].outcome == "failed":
-            raise TransferError(f"version {attempt.version} ended before it was received")
+        view = yield from self.watch()
+        sync = going_on(view, self.engine.name, attempt.version, attempt.copy, "received")
         yield from self._pull(attempt)
         if sync.verify != "off":
             yield from self._verify(attempt)
@@ -792,9 +776,7 @@ class Worker(Process):
 
     def _verify(self, attempt: Attempt) -> Steps[None]:
         def complete(view: m.JobView) -> bytes | None:
-            sync = self._sync_now(view, attempt)
-            if sync is None or sync.engines[self.engine.name].outcome == "failed":
-                raise TransferError(f"version {attempt.version} ended before it was verified")
+            sync = going_on(view, self.engine.name, attempt.version, attempt.copy, "verified")
             seen = sync.digests.get("L")
             return seen.sum if seen is not None and not seen.missing else None
 
