@@ -147,5 +147,6 @@ def test_what_was_computed_is_not_lent(config: SyncConfig, loop: Loop, make_trai
     late = loop.engine("late", 1, config)
     eventually(lambda: late.controller.state == "ready")
     assert trainer.write(2).committed == ("first", "late")
-    assert holds(late, trainer.weights) and serves(late) == Version(1, 2)
+    assert holds(late, trainer.weights)
+    eventually(lambda: serves(late) == Version(1, 2))
     assert not any(event.startswith("lend") for event in first.events)
