@@ -22,8 +22,8 @@ import msgspec
 
 from awex_core.errors import AwexError, ConfigError
 from awex_core.meta.tls import Tls
-from awex_core.token import find_token, require_token
-from awex_core.variables import check_names
+from awex_core.settings.token import find_token, require_token
+from awex_core.settings.variables import check_names
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from awex_core.config import SyncConfig
 from awex_core.layout.live import ShardCollector
 from awex_core.meta.server import MetaServer
-from awex_core.reader import WeightReader
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.reader import WeightReader
+from awex_core.sync.writer import WeightWriter
 from awex_core.testing.fake_engine import FakeModel, FakeWorkerModel, fake_weights
-from awex_core.writer import WeightWriter
 from benchmarks.pieces import MIB
 from benchmarks.processes import Peer, run_pair
 from benchmarks.report import Figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from awex_core.calls import Calls
+from awex_core.engines.calls import Calls
 from sglang_awex import calls as sglang
 from vllm_awex import calls as vllm
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import awex_core
-from awex_core.config import SyncConfig
+from awex_core.settings.config import SyncConfig
 from tests.support.jobs import MetaServerProcess, VllmServer
 from tests.support.tiny_models import make_model
 

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from awex_core.casts import NAN
 from awex_core.kernels.tiles import COPY_COLUMNS, DIGEST_COLUMNS, Batch
-from awex_core.mixing import GOLDEN, MIX_1, MIX_2
+from awex_core.numerics.casts import NAN
+from awex_core.numerics.mixing import GOLDEN, MIX_1, MIX_2
 
 _COPY_BLOCK, _COPY_WARPS = 4096, 16
 """Elements at a time of each tile. Within one H200 this moved 95 % of what a copy of one block does, 1024 elements

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from awex_core.layout.dtypes import ITEMSIZE, dtype_code
-from awex_core.layout.layout import Constant, IntArray, Layout, Shard, memory_bounds
-
-ByteRuns = tuple[IntArray, IntArray]
-"""Begins and ends of contiguous byte runs, unsorted."""
+from awex_core.layout.layout import Constant, Layout, Shard
+from awex_core.layout.runs import ByteRuns, IntArray, join_runs, memory_bounds, runs_meet, strided_runs, subtract_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +42,6 @@ def memory_overlaps(layout: Layout) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def folded_shards(layout: Layout) -> list[int]:
-    """Rows of shards whose own strides lead to one byte twice."""
-    return [int(row) for row in np.flatnonzero(_folds_back(layout)) if _overlaps_itself(*_shard_runs(layout, row))]
-
-
-def _overlaps_itself(begin: IntArray, end: IntArray) -> bool:
-    order = np.argsort(begin, kind="stable")
-    return bool((begin[order][1:] < np.maximum.accumulate(end[order])[:-1]).any())
-
-
-def _folds_back(layout: Layout) -> npt.NDArray[np.bool_]:
-    """Shards that may reach one byte twice: some stride is shorter than what the smaller ones span; shape ``[N]``."""
-    step = np.where(layout.extent > 1, np.abs(layout.stride), 0)
-    order = np.argsort(step, axis=1)
-    step, extent = np.take_along_axis(step, order, axis=1), np.take_along_axis(layout.extent, order, axis=1)
-    spanned = layout.itemsize[:, None] + np.cumsum((extent - 1) * step, axis=1) - (extent - 1) * step
-    return ((extent > 1) & (step < spanned)).any(axis=1)
-
-
 def _clusters(buffer: IntArray, low: IntArray, high: IntArray) -> Iterator[npt.NDArray[np.intp]]:
     """Groups of rows of one buffer whose bounding intervals are connected by overlaps."""
     if not len(buffer):
@@ -90,33 +69,6 @@ def _shard_runs(layout: Layout, row: int) -> ByteRuns:
     return strided_runs(int(layout.offset[row]), layout.extent[row], layout.stride[row], int(layout.itemsize[row]))
 
 
-def strided_runs(offset: int, extent: IntArray, stride: IntArray, itemsize: int) -> ByteRuns:
-    """The contiguous byte runs of one strided box."""
-    order = np.argsort(np.abs(stride), kind="stable")
-    length = itemsize
-    outer: list[int] = []
-    begin = np.asarray([offset], dtype=np.int64)
-    for dim in order:
-        count, step = int(extent[dim]), int(stride[dim])
-        if count == 1:
-            continue
-        if not outer and abs(step) == length:
-            begin = begin + min(step, 0) * (count - 1)
-            length *= count
-            continue
-        outer.append(int(dim))
-    for dim in outer:
-        begin = (begin[:, None] + np.arange(int(extent[dim]), dtype=np.int64) * int(stride[dim])).ravel()
-    return begin, begin + length
-
-
-def runs_meet(runs: ByteRuns) -> bool:
-    """Whether two of some runs share a byte."""
-    order = np.argsort(runs[0], kind="stable")
-    begin, end = runs[0][order], runs[1][order]
-    return len(order) > 1 and bool((begin[1:] < np.maximum.accumulate(end)[:-1]).any())
-
-
 def constant_conflicts(layout: Layout) -> Iterator[tuple[Constant, Shard | Constant]]:
     """Constants that share bytes with a shard, or with a constant of another value; each with the first such."""
     for buffer in sorted({constant.buffer for constant in layout.constants}):
@@ -133,31 +85,6 @@ def constant_conflicts(layout: Layout) -> Iterator[tuple[Constant, Shard | Const
                 if not alike and len(subtract_runs(mine, subtract_runs(mine, theirs))[0]):
                     yield constant, other
                     break
-
-
-def join_runs(parts: Iterable[ByteRuns]) -> ByteRuns:
-    """All runs of several; they may overlap."""
-    begins, ends = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    for begin, end in parts:
-        begins.append(begin)
-        ends.append(end)
-    return np.concatenate(begins), np.concatenate(ends)
-
-
-def subtract_runs(runs: ByteRuns, others: ByteRuns) -> ByteRuns:
-    """The bytes of ``runs`` that are in none of ``others``, as few sorted runs; either may overlap itself."""
-    edges = np.unique(np.concatenate([*runs, *others]))
-    inside = (_depth(edges, runs) > 0) & (_depth(edges, others) == 0)
-    change = np.diff(inside.astype(np.int8), prepend=0)
-    return edges[change == 1], edges[change == -1]
-
-
-def _depth(edges: IntArray, runs: ByteRuns) -> IntArray:
-    """How many runs each interval between two edges lies in; the last interval, in none, included."""
-    steps = np.zeros(len(edges), dtype=np.int64)
-    np.add.at(steps, np.searchsorted(edges, runs[0]), 1)
-    np.add.at(steps, np.searchsorted(edges, runs[1]), -1)
-    return np.cumsum(steps)
 
 
 def memory_gaps(layout: Layout, extra: Mapping[int, Sequence[ByteRuns]] | None = None) -> list[Gap]:

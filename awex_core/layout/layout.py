@@ -24,8 +24,7 @@ import numpy.typing as npt
 
 from awex_core.errors import LayoutError
 from awex_core.layout.dtypes import DTYPES, ITEMSIZE, dtype_code
-
-IntArray = npt.NDArray[np.int64]
+from awex_core.layout.runs import IntArray, memory_bounds, runs_meet, strided_runs
 
 _MAX_REACH = 2.0**62
 """Offsets stay below this, so that sums of them fit 64 bits."""
@@ -108,22 +107,21 @@ class Layout:
         return len(self.tensor)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self.hash == other.hash
+        if not isinstance(other, Layout):
+            return False
+        alike = (self.tensors, self.buffers, self.constants) == (other.tensors, other.buffers, other.constants)
+        return alike and all(np.array_equal(*pair) for pair in zip(self._columns(), other._columns(), strict=True))
 
     def __hash__(self) -> int:
-        return hash(self.hash)
+        return hash((self.tensors, self.buffers, len(self)))
+
+    def _columns(self) -> tuple[IntArray, ...]:
+        return self.tensor, self.buffer, self.dtype, self.offset, self.start, self.extent, self.stride
 
     @property
     def ndim(self) -> int:
         """D, the number of dimension columns."""
         return int(self.start.shape[1])
-
-    @functools.cached_property
-    def hash(self) -> str:
-        """Hex digest of the layout's serialised form."""
-        from awex_core.layout.wire import encode_layout
-
-        return content_hash(encode_layout(self))
 
     @functools.cached_property
     def itemsize(self) -> IntArray:
@@ -267,13 +265,13 @@ def check_layout(layout: Layout) -> None:
 
 def _check_strides(layout: Layout) -> None:
     """What no copy could read or write: elements in reverse, at odd addresses, or several in one place."""
-    from awex_core.layout.coverage import folded_shards
-
     many, size = layout.extent > 1, layout.itemsize[:, None]
     reverse = (many & (layout.stride < 0)).any(axis=1)
     odd = (many & (layout.stride % size != 0)).any(axis=1) | (layout.offset % layout.itemsize != 0)
-    folded = np.zeros(len(layout), dtype=bool)
-    folded[folded_shards(layout)] = True
+    folded = _folds_back(layout)
+    for row in np.flatnonzero(folded):
+        offset, size_of_one = int(layout.offset[row]), int(layout.itemsize[row])
+        folded[row] = runs_meet(strided_runs(offset, layout.extent[row], layout.stride[row], size_of_one))
     for rows, what in (
         (reverse, "lie in reverse order (a flipped view)"),
         (odd, "do not lie at multiples of their size"),
@@ -286,6 +284,15 @@ def _check_strides(layout: Layout) -> None:
                 f"byte {bad.offset} of buffer {layout.buffers[bad.buffer].name!r}, with strides of {bad.stride} bytes; "
                 "make it contiguous"
             )
+
+
+def _folds_back(layout: Layout) -> npt.NDArray[np.bool_]:
+    """Shards that may reach one byte twice: some stride is shorter than what the smaller ones span; shape ``[N]``."""
+    step = np.where(layout.extent > 1, np.abs(layout.stride), 0)
+    order = np.argsort(step, axis=1)
+    step, extent = np.take_along_axis(step, order, axis=1), np.take_along_axis(layout.extent, order, axis=1)
+    spanned = layout.itemsize[:, None] + np.cumsum((extent - 1) * step, axis=1) - (extent - 1) * step
+    return ((extent > 1) & (step < spanned)).any(axis=1)
 
 
 def _check_constant(constant: Constant, buffers: Sequence[Buffer]) -> None:
@@ -316,13 +323,3 @@ def shape_columns(tensors: Sequence[CanonicalTensor], ndim: int) -> IntArray:
     for row, spec in enumerate(tensors):
         shape[row, : len(spec.shape)] = spec.shape
     return shape
-
-
-def memory_bounds(
-    offset: IntArray, extent: IntArray, stride: IntArray, itemsize: IntArray
-) -> tuple[IntArray, IntArray]:
-    """First byte and one past the last byte that each strided box touches; all ``[N]``."""
-    reach = (extent - 1) * stride
-    low = offset + np.minimum(reach, 0).sum(axis=1)
-    high = offset + np.maximum(reach, 0).sum(axis=1) + itemsize
-    return low, high

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from awex_core.errors import LayoutError, first_line
-from awex_core.layout.coverage import ByteRuns, join_runs, runs_by_buffer, strided_runs, subtract_runs
+from awex_core.layout.coverage import runs_by_buffer
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
+from awex_core.layout.runs import ByteRuns, join_runs, strided_runs, subtract_runs
 from awex_core.layout.share import Place, join_buffers
 
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from awex_core.errors import LayoutError
 from awex_core.layout.dtypes import DTYPES, dtype_code
-from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, IntArray, Layout, check_layout
+from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, check_layout
+from awex_core.layout.runs import IntArray
 
 FORMAT_VERSION = 1
 

@@ -64,7 +64,7 @@ from awex_core.modes import VerifyMode
 from awex_core.version import INITIAL, Version
 
 if TYPE_CHECKING:
-    from awex_core.config import SyncConfig
+    from awex_core.settings.config import SyncConfig
 
 T = TypeVar("T")
 Reply = TypeVar("Reply", bound=msgspec.Struct)

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from awex_core.errors import MAX_LISTED_FAULTS, PlanError
 from awex_core.layout.dtypes import DTYPES, can_convert, itemsize
-from awex_core.layout.layout import CanonicalTensor, IntArray, Layout
+from awex_core.layout.layout import CanonicalTensor, Layout
+from awex_core.layout.runs import IntArray
 from awex_core.plan.boxes import Box, describe, join, subtract
 from awex_core.plan.cells import SourceIndex, index_sources, pad_columns
 from awex_core.plan.sharing import destination_faults, twins

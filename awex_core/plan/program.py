@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from awex_core.errors import PlanError
 from awex_core.layout.dtypes import ITEMSIZE
-from awex_core.layout.layout import IntArray, Layout, shape_columns
+from awex_core.layout.layout import Layout, shape_columns
+from awex_core.layout.runs import IntArray
 from awex_core.plan.boxes import join
 from awex_core.plan.cells import SourceIndex, pad_columns
 from awex_core.plan.copies import CopyTable

@@ -15,7 +15,8 @@ import numpy as np
 
 from awex_core.errors import LayoutError, list_faults
 from awex_core.layout.coverage import constant_conflicts, memory_overlaps
-from awex_core.layout.layout import Constant, IntArray, Layout, Shard
+from awex_core.layout.layout import Constant, Layout, Shard
+from awex_core.layout.runs import IntArray
 from awex_core.plan.boxes import Box, describe
 
 _Place = tuple[tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...], str]

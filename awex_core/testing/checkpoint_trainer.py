@@ -38,13 +38,13 @@ from typing import IO, Any
 
 import torch
 
-from awex_core.checkpoint import read_headers
-from awex_core.config import SyncConfig
+from awex_core.checkpoint.description import read_headers
+from awex_core.checkpoint.from_disk import read_checkpoint
 from awex_core.errors import LayoutError
-from awex_core.from_disk import read_checkpoint
 from awex_core.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, ShardCollector
-from awex_core.writer import WeightWriter
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.writer import WeightWriter
 
 PATIENCE_S = 120.0
 """Longest time a rank may take to start, or to answer."""

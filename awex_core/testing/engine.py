@@ -34,9 +34,9 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from awex_core.config import SyncConfig
 from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import EngineView, JobView
+from awex_core.settings.config import SyncConfig
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer, TrainerError
 
 PATIENCE_S = 60.0

@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from awex_core.casts import cast, cast_into
 from awex_core.layout import Buffer, CanonicalTensor, Layout, Shard, build_layout, itemsize
 from awex_core.layout.live import Memory, ShardCollector
+from awex_core.numerics.casts import cast, cast_into
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]

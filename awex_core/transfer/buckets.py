@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from awex_core.casts import cast_into
 from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.live import Memory
+from awex_core.numerics.casts import cast_into
 from awex_core.plan.boxes import IntArray
 from awex_core.plan.program import CopyProgram
 from awex_core.transfer.views import descriptor_view

@@ -26,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from awex_core.casts import cast_into
 from awex_core.errors import SyncTimeout, TransferError
 from awex_core.layout.dtypes import ITEMSIZE
 from awex_core.layout.live import Memory
+from awex_core.numerics.casts import cast_into
 from awex_core.plan.boxes import IntArray
 from awex_core.plan.program import CopyProgram
 from awex_core.plan.split import split_pieces, split_rows

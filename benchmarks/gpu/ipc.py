@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from awex_core.digest.lanes import digest_program
 from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
-from awex_core.snapshot import Snapshot
+from awex_core.sync.snapshot import Snapshot
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.ipc import IpcExport, IpcReceiver, Mapped
 from awex_core.transfer.views import descriptor_view
+from awex_core.verify.lanes import digest_program
 from benchmarks.gpu.timing import median_s, memcpy_s
 from benchmarks.pieces import Pair, allocate, expert_pair
 from benchmarks.processes import Peer, run_pair

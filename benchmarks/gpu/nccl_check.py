@@ -22,13 +22,13 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from awex_core.digest.lanes import digest_program
 from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory, ShardCollector
 from awex_core.plan import index_sources, lower_copies, plan_copies
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.group import Group, GroupAddress, GroupReceiver, GroupSender, host_store
 from awex_core.transfer.proof import SECRET_NBYTES
+from awex_core.verify.lanes import digest_program
 
 EXPERT = (768, 2048)
 REPEATS = 5

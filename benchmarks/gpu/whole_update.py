@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from awex_core.config import SyncConfig
 from awex_core.layout.live import ShardCollector
 from awex_core.meta.server import MetaServer
 from awex_core.modes import VerifyMode
-from awex_core.writer import SyncResult, WeightWriter
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.result import SyncResult
+from awex_core.sync.writer import WeightWriter
 from benchmarks.gpu.engines_follow import ENGINES, START_LIMIT_S, Case
 from benchmarks.gpu.timing import REPEATS, memcpy_s
 from benchmarks.models import QWEN3_30B_A3B, ModelShape, canonical_tensors

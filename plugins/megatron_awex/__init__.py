@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from awex_core.trainer import WeightSync
+    from awex_core.trainers.trainer import WeightSync
     from megatron_awex.trainer import (
         WeightSyncCallback,
         attach,

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from awex_core.checkpoint import Checkpoint, config_fields
-from awex_core.config import SyncConfig
+from awex_core.checkpoint.description import Checkpoint, config_fields
 from awex_core.errors import ConfigError
 from awex_core.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Held, Memory
-from awex_core.trainer import Description, Places, WeightSync, connect
+from awex_core.settings.config import SyncConfig
+from awex_core.trainers.trainer import Description, Places, WeightSync, connect
 from megatron_awex import compat, final_values
 from megatron_awex.agreement import check_config, check_whole, fields_read
 from megatron_awex.families import family_for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from awex_core.calls import Call, refused, table
+from awex_core.engines.calls import Call, refused, table
 
 _LABEL = "the weights' version is the trainer's, and is set with its weights"
 _LORA = "adapters are not synced"

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from awex_core import options as core_options
+from awex_core.engines.ignored import EngineConfig, vision_layers
 from awex_core.errors import AwexError, ConfigError, PlanError
-from awex_core.ignored import EngineConfig, vision_layers
 from awex_core.layout.live import own_tensors
+from awex_core.settings import options as core_options
 
 Tensors = dict[str, torch.Tensor]
 

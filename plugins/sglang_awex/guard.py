@@ -14,7 +14,7 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
-from awex_core.calls import Call
+from awex_core.engines.calls import Call
 from awex_core.errors import ConfigError, Interrupted
 from awex_core.meta.messages import WeightsState
 from sglang_awex import compat

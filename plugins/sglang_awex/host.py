@@ -13,12 +13,12 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from awex_core.controller import EngineController, start_following
+from awex_core.engines.gate import Gate, add_status_route
 from awex_core.errors import ConfigError, SyncTimeout, TransferError
-from awex_core.gate import Gate, add_status_route
 from awex_core.meta.messages import WeightsState
-from awex_core.options import EngineOptions, KvMode
-from awex_core.ownership import worst
+from awex_core.settings.options import EngineOptions, KvMode
+from awex_core.sync.controller import EngineController, start_following
+from awex_core.sync.ownership import worst
 from awex_core.version import Version
 from sglang_awex import compat
 from sglang_awex.calls import ROUTES
@@ -32,7 +32,7 @@ _POLL_S = 0.02
 
 
 class SglangHost:
-    """``awex_core.engine.EngineHost`` of one SGLang engine."""
+    """``awex_core.sync.engine.EngineHost`` of one SGLang engine."""
 
     def __init__(self, manager: Any, kv: KvMode) -> None:
         """``manager`` is SGLang's tokenizer manager."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from awex_core.kept import Kept
+from awex_core.engines.kept import Kept
 
 TABLE = (
     Kept(

@@ -19,16 +19,16 @@ from typing import Any, cast
 import sglang
 import torch
 
-from awex_core.engine import LoaderPathModule, TracedModel, describe_computed, left_out
+from awex_core.engines.ignored import ignored
+from awex_core.engines.kept import check_filled, check_followed, is_demanded, why_kept
 from awex_core.errors import PlanError
-from awex_core.ignored import ignored
-from awex_core.kept import check_filled, check_followed, is_demanded, why_kept
-from awex_core.layout.computed import Computed, find_computed, with_tensors
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, computed_faults, flat_bytes, own_tensors, place_of, tensor_name, unwritten
 from awex_core.layout.share import join_buffers
-from awex_core.layout.trace import Loader, Trace
-from awex_core.layout.trace_cache import trace_model
+from awex_core.sync.engine import LoaderPathModule, TracedModel, describe_computed, left_out
+from awex_core.trace.cache import trace_model
+from awex_core.trace.computed import Computed, find_computed, with_tensors
+from awex_core.trace.trace import Loader, Trace
 from sglang_awex import compat, kept
 
 
@@ -53,7 +53,7 @@ _Unwritten = tuple[str, tuple[int, int]]
 
 
 class SglangWorkerModel:
-    """``awex_core.engine.WorkerModel`` of one scheduler rank."""
+    """``awex_core.sync.engine.WorkerModel`` of one scheduler rank."""
 
     def __init__(self, runner: Any, why_unsupported: Callable[[], list[str]] = list) -> None:
         """``runner`` is that of the target model; ``why_unsupported`` says what else there is that would not follow."""

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from awex_core import options
 from awex_core.errors import ConfigError
-from awex_core.variables import check_names
+from awex_core.settings import options
+from awex_core.settings.variables import check_names
 from sglang_awex.refusals import check_settings
 
 

@@ -19,13 +19,13 @@ from typing import Any, cast
 
 import msgspec
 
-from awex_core.calls import Call
-from awex_core.config import SyncConfig
+from awex_core.engines.calls import Call
 from awex_core.meta.messages import WeightsState
-from awex_core.options import COMMAND_KEY, EngineOptions
-from awex_core.ownership import ORDER
-from awex_core.process import device_name
-from awex_core.reader import WeightReader
+from awex_core.settings.config import SyncConfig
+from awex_core.settings.options import COMMAND_KEY, EngineOptions
+from awex_core.sync.ownership import ORDER
+from awex_core.sync.process import device_name
+from awex_core.sync.reader import WeightReader
 from awex_core.version import Version
 from sglang_awex import compat
 from sglang_awex.calls import DESTROYS, HARMLESS_RPCS, LOSES, REQUESTS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from awex_core.calls import Call, refused, table
+from awex_core.engines.calls import Call, refused, table
 
 _FOLLOWS = "this engine follows its trainer by itself; vLLM's own weight-transfer calls are for an engine that does not"
 _LABEL = "the weights' version is the trainer's, and is set with its weights"

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from awex_core.engines.ignored import EngineConfig, vision_layers
 from awex_core.errors import PlanError
-from awex_core.ignored import EngineConfig, vision_layers
 from awex_core.layout.live import own_tensors
 
 Tensors = dict[str, torch.Tensor]

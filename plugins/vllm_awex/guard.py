@@ -1,8 +1,8 @@
 """The engine's core: the one place that every client of an engine goes through, and every call to its workers.
 
-Two things are done here. Calls that may change or move the weights are bracketed (``awex_core.ownership``), whoever
-makes them; and while a version is received, calls that would get in its way wait. Our own controller comes through one
-more request, ``awex``, which carries a key of this engine's processes.
+Two things are done here. Calls that may change or move the weights are bracketed (``awex_core.sync.ownership``),
+whoever makes them; and while a version is received, calls that would get in its way wait. Our own controller comes
+through one more request, ``awex``, which carries a key of this engine's processes.
 
 What the user paused stays paused: this pause is our own, and what was found is put back at its end.
 """
@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from awex_core.calls import Call
+from awex_core.engines.calls import Call
 from awex_core.errors import ConfigError, first_line
 from awex_core.meta.messages import WeightsState
-from awex_core.options import COMMAND_KEY
-from awex_core.ownership import worst
+from awex_core.settings.options import COMMAND_KEY
+from awex_core.sync.ownership import worst
 from vllm_awex import compat
 from vllm_awex.calls import CORE, DESTROYS, LOSES, OFFLINE, WORKER
 

@@ -11,19 +11,19 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from awex_core.controller import start_following
+from awex_core.engines.gate import Gate, add_status_route
 from awex_core.errors import Interrupted
-from awex_core.gate import Gate, add_status_route
 from awex_core.meta.messages import WeightsState
-from awex_core.options import COMMAND_KEY, EngineOptions, KvMode
-from awex_core.ownership import worst
+from awex_core.settings.options import COMMAND_KEY, EngineOptions, KvMode
+from awex_core.sync.controller import start_following
+from awex_core.sync.ownership import worst
 from awex_core.version import Version
 from vllm_awex import compat
 from vllm_awex.calls import ROUTES
 
 
 class VllmHost:
-    """``awex_core.engine.EngineHost`` of one vLLM engine; its other end is ``vllm_awex.guard``."""
+    """``awex_core.sync.engine.EngineHost`` of one vLLM engine; its other end is ``vllm_awex.guard``."""
 
     def __init__(self, engine: Any, kv: KvMode) -> None:
         self._engine, self._kv = engine, kv

@@ -8,9 +8,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from awex_core import options
 from awex_core.errors import ConfigError, list_faults
-from awex_core.options import EngineOptions
+from awex_core.settings import options
+from awex_core.settings.options import EngineOptions
 from vllm_awex import compat
 from vllm_awex.refusals import refused_configurations
 

@@ -17,11 +17,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, TransferError
-from awex_core.options import EngineOptions
-from awex_core.process import device_name
-from awex_core.reader import WeightReader
+from awex_core.settings.config import SyncConfig
+from awex_core.settings.options import EngineOptions
+from awex_core.sync.process import device_name
+from awex_core.sync.reader import WeightReader
 from awex_core.version import Version
 from vllm_awex.layout import VllmWorkerModel
 from vllm_awex.refusals import why_unsupported

@@ -65,8 +65,8 @@ def _shift_clock(seconds: float) -> None:
 
 def install() -> None:
     """Wrap what the product calls at each point, in whatever process this is."""
-    from awex_core import controller, reader, serving, session, verification, writer
     from awex_core.meta import client, store
+    from awex_core.sync import controller, reader, serving, session, verification, writer
     from awex_core.transfer import shm, shm_staged
 
     shm._CALL_BYTES = CALL_NBYTES

@@ -11,9 +11,9 @@ import pytest
 from torch import nn
 
 import awex_core
-from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
 from awex_core.meta.server import MetaServer
+from awex_core.settings.config import SyncConfig
 from tests.rules.tree import ROOT
 
 TOKEN = "test-token"

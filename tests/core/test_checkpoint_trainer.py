@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
 from awex_core.meta.server import MetaServer
+from awex_core.settings.config import SyncConfig
 from awex_core.testing.checkpoint_trainer import CheckpointSlice, CheckpointTrainer, TrainerError
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
 

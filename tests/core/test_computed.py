@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from awex_core.config import SyncConfig
 from awex_core.errors import PlanError
-from awex_core.layout.computed import Computed, find_computed, with_tensors
 from awex_core.layout.layout import CanonicalTensor
-from awex_core.layout.trace import Loader, trace_loader
+from awex_core.settings.config import SyncConfig
 from awex_core.testing.fake_engine import FakeModel, Weights, holds
+from awex_core.trace.computed import Computed, find_computed, with_tensors
+from awex_core.trace.trace import Loader, trace_loader
 from awex_core.version import INITIAL, Version
 from tests.core import test_sync
 from tests.core.test_sync import Loop, Trainer, change, checkpoint_on_disk, eventually, publish, serves, tear

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
+from awex_core.settings.config import SyncConfig
 
 SERVER = "127.0.0.1:8900"
 ENVIRON = {"AWEX_META_SERVER": SERVER, "AWEX_TOKEN": "s3cret-token"}

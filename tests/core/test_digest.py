@@ -10,9 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from awex_core import mixing
-from awex_core.casts import cast
-from awex_core.digest.lanes import (
+from awex_core.errors import LayoutError
+from awex_core.layout import CanonicalTensor
+from awex_core.layout.live import Memory, ShardCollector
+from awex_core.numerics import mixing
+from awex_core.numerics.casts import cast
+from awex_core.numerics.mixing import element_bits, mix_sum
+from awex_core.plan import CopyProgram, index_sources, lower_copies, plan_copies
+from awex_core.plan.copies import tensor_seeds
+from awex_core.testing.strategies import DTYPES, Case, bits_of, cases, random_values
+from awex_core.verify.lanes import (
     LANES,
     Lanes,
     differing_tensors,
@@ -24,13 +31,6 @@ from awex_core.digest.lanes import (
     unpack_lanes,
     verified_tensors,
 )
-from awex_core.errors import LayoutError
-from awex_core.layout import CanonicalTensor
-from awex_core.layout.live import Memory, ShardCollector
-from awex_core.mixing import element_bits, mix_sum
-from awex_core.plan import CopyProgram, index_sources, lower_copies, plan_copies
-from awex_core.plan.copies import tensor_seeds
-from awex_core.testing.strategies import DTYPES, Case, bits_of, cases, random_values
 
 MASK = (1 << 64) - 1
 
@@ -219,7 +219,7 @@ def test_large_pieces_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     wide.copy_(values)
     whole = digest_of(tensor, values)
     for chunk in (1, 7, 53, 60, 1000):
-        monkeypatch.setattr("awex_core.digest.lanes.CHUNK", chunk)
+        monkeypatch.setattr("awex_core.verify.lanes.CHUNK", chunk)
         assert np.array_equal(digest_of(tensor, wide), whole)
     assert mixing.CHUNK * 8 < 1 << 20, "temporaries are meant to stay in a core's cache"
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from awex_core import finite
-from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, NonFinite, SyncFailed
-from awex_core.finite import nonfinite_tensors
 from awex_core.layout.live import ShardCollector
+from awex_core.settings.config import SyncConfig
 from awex_core.testing.fake_engine import FakeEngine
+from awex_core.verify import finite
+from awex_core.verify.finite import nonfinite_tensors
 from awex_core.version import Version
 from tests.core import test_sync
-from tests.core.test_sync import Loop, Trainer, publish, publish_and_go_on, serves
+from tests.core.test_sync import Loop, Trainer, eventually, publish, publish_and_go_on, serves
 
 meta, config, loop, make_trainer = test_sync.meta, test_sync.config, test_sync.loop, test_sync.make_trainer
 

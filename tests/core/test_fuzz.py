@@ -23,9 +23,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from awex_core.checkpoint import Checkpoint
-from awex_core.config import SyncConfig
-from awex_core.digest.lanes import LANES, unpack_lanes
+from awex_core.checkpoint.description import Checkpoint
 from awex_core.errors import ConfigError, LayoutError, MetaServerError, TransferError
 from awex_core.layout import (
     Buffer,
@@ -43,14 +41,16 @@ from awex_core.meta import job, requests, server
 from awex_core.meta import messages as m
 from awex_core.meta.limits import Limits
 from awex_core.meta.machine import Begin, Entry, Machine
-from awex_core.options import EngineOptions
-from awex_core.session import Accept
-from awex_core.token import find_token
+from awex_core.settings.config import SyncConfig
+from awex_core.settings.options import EngineOptions
+from awex_core.settings.token import find_token
+from awex_core.sync.session import Accept
 from awex_core.transfer.group import GroupMeeting
 from awex_core.transfer.ipc import IpcEndpoint, IpcHandle
 from awex_core.transfer.shm import ShmEndpoint, why_unreadable
 from awex_core.transfer.shm_staged import RingAddress, attach_ring
 from awex_core.transfer.transport import read_value
+from awex_core.verify.lanes import LANES, unpack_lanes
 from awex_core.version import Version
 
 SECONDS = float(os.environ.get("AWEX_FUZZ_SECONDS", "30"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from awex_core.ignored import EngineConfig, vision_layers, why_ignored
+from awex_core.engines.ignored import EngineConfig, vision_layers, why_ignored
 from awex_core.layout.layout import CanonicalTensor
 
 CONFIG = EngineConfig(layers=3, draft_blocks=1, vision_layers=4, vision_built=3)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from awex_core import session
-from awex_core.config import SyncConfig
 from awex_core.errors import SyncFailed
 from awex_core.layout.live import flat_bytes
 from awex_core.meta.server import MetaServer
 from awex_core.plan import CopyTable
-from awex_core.session import ReaderSession, WriterSession
+from awex_core.settings.config import SyncConfig
+from awex_core.sync import session
+from awex_core.sync.session import ReaderSession, WriterSession
 from awex_core.testing.fake_engine import FakeEngine, FakeModel, holds
 from awex_core.transfer import group, shm, shm_staged
 from awex_core.version import Version

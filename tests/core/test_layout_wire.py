@@ -19,6 +19,7 @@ from awex_core.layout import (
     Layout,
     Shard,
     build_layout,
+    content_hash,
     decode_layout,
     decode_manifest,
     encode_layout,
@@ -70,7 +71,7 @@ def refused(data: bytes) -> str:
 
 def test_golden_bytes() -> None:
     assert encode_layout(SMALL).hex() == SMALL_BYTES
-    assert SMALL.hash == SMALL_HASH
+    assert content_hash(encode_layout(SMALL)) == SMALL_HASH
     assert same(decode_layout(bytes.fromhex(SMALL_BYTES)), SMALL)
 
 
@@ -80,7 +81,7 @@ def test_round_trip(case: Case) -> None:
     for rank in (*case.sources, *case.destinations):
         layout = rank.layout()
         again = decode_layout(encode_layout(layout))
-        assert same(again, layout) and again == layout and again.hash == layout.hash
+        assert same(again, layout) and again == layout and hash(again) == hash(layout)
 
 
 @given(canonical_tensors(max_tensors=12))
@@ -97,7 +98,7 @@ def decodes_or_refuses(data: bytes) -> None:
     except LayoutError:
         return
     assert same(decode_layout(encode_layout(layout)), layout)
-    assert isinstance(layout.hash, str) and layout.nbytes >= 0
+    assert layout.nbytes >= 0
     if sum(buffer.nbytes for buffer in layout.buffers) < 1 << 20 and int(layout.volume.sum()) < 1 << 20:
         memory_overlaps(layout)
         memory_gaps(layout)

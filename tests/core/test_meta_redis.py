@@ -20,7 +20,6 @@ import pytest
 from msgspec import structs
 
 from awex_core import cli
-from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, Fenced, Refused, Unreachable
 from awex_core.meta import messages as m
 from awex_core.meta import replicated
@@ -28,6 +27,7 @@ from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.limits import Limits
 from awex_core.meta.redis_store import Logged, RedisStore, Snapshot
 from awex_core.meta.server import MetaServer
+from awex_core.settings.config import SyncConfig
 from awex_core.testing.fake_engine import holds
 from awex_core.version import Version
 from tests.core.test_meta_server import TOKEN, in_thread, process, until, worker, writer

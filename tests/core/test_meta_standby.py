@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from awex_core.config import SyncConfig
-from awex_core.controller import EngineController
 from awex_core.meta.messages import EngineView
 from awex_core.meta.server import MetaServer
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.controller import EngineController
 from awex_core.version import Version
 
 TOKEN = "a-test-token"

@@ -17,13 +17,13 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import awex_core
-from awex_core.checkpoint import Checkpoint, read_headers
-from awex_core.config import SyncConfig
+from awex_core.checkpoint.description import Checkpoint, read_headers
 from awex_core.errors import ConfigError, LayoutError
 from awex_core.meta.server import MetaServer
-from awex_core.module import describe, place
+from awex_core.settings.config import SyncConfig
 from awex_core.testing.fake_engine import fake_weights
-from awex_core.trainer import Description
+from awex_core.trainers.module import describe, place
+from awex_core.trainers.trainer import Description
 from tests.rules.tree import ROOT
 from tests.support.fp8_reference import quantize_reference
 

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 import awex_core
-from awex_core.checkpoint import Checkpoint
-from awex_core.config import SyncConfig
+from awex_core.checkpoint.description import Checkpoint
 from awex_core.errors import LayoutError, SyncFailed, Unreachable
 from awex_core.layout.live import OFFLOADED
 from awex_core.meta.client import MetaClient
-from awex_core.module import describe
-from awex_core.quantize import FP8
+from awex_core.settings.config import SyncConfig
 from awex_core.testing.fake_engine import fake_weights, holds
+from awex_core.trainers.module import describe
+from awex_core.trainers.quantize import FP8
 from awex_core.version import Version
 from tests.core import test_sync
 from tests.core.test_sync import Gate, Loop, Trainer, change, eventually, publish, publish_and_go_on, serves

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from awex_core import options
+from awex_core.settings import options
 
 IN_CHILD = """
-from awex_core import options
+from awex_core.settings import options
 print(options.settle_engine("k", workers=1, dummy_weights=False, starts=False).instance)
 """
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from awex_core.config import SyncConfig
 from awex_core.errors import SyncFailed, TransferError
 from awex_core.meta.server import MetaServer
-from awex_core.ownership import Ownership
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.ownership import Ownership
 from awex_core.testing.fake_engine import FakeEngine, FakeModel, FakeWorkerModel, fake_weights, holds
 from awex_core.version import INITIAL, Version
 from tests.core import test_sync
@@ -363,7 +363,7 @@ def test_memory_that_has_moved_is_not_what_it_was() -> None:
 
 
 def test_a_call_is_refused_while_a_thread_reads_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("awex_core.ownership._READERS_S", 0.2)
+    monkeypatch.setattr("awex_core.sync.ownership._READERS_S", 0.2)
     ownership = Ownership(FakeWorkerModel(FakeModel(6, 10, 11, 0, 1, torch.float32)), lambda *_: None)
     with ThreadPoolExecutor(1) as pool, ownership.reading():
         with pytest.raises(TransferError, match="sleep cannot be made yet"):

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import awex_core
-from awex_core.config import SyncConfig
 from awex_core.errors import SyncFailed
+from awex_core.settings.config import SyncConfig
 from awex_core.testing.fake_engine import holds
 from awex_core.transfer import registry
 from tests.core import test_sync

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, TransferError
 from awex_core.meta.messages import Process, WriterInfo
-from awex_core.pairing import candidates, choose_transport, distance
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.pairing import candidates, choose_transport, distance
 from awex_core.transfer import registry
 from awex_core.transfer.shm import ShmTransport
 

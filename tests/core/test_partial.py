@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, LayoutError, SyncFailed, SyncTimeout, Unreachable
 from awex_core.meta.client import MetaClient
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.result import SyncResult
+from awex_core.sync.writer import WeightWriter
 from awex_core.testing.fake_engine import FakeEngine, holds
-from awex_core.writer import SyncResult, WeightWriter
 from tests.core import test_sync
 from tests.core.test_sync import Gate, Loop, Trainer, change, eventually, publish, publish_and_go_on
 

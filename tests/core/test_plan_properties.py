@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from awex_core.casts import cast
 from awex_core.errors import PlanError
 from awex_core.layout import (
     Buffer,
@@ -29,6 +28,7 @@ from awex_core.layout import (
 from awex_core.layout.coverage import memory_gaps
 from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.live import Memory, ShardCollector
+from awex_core.numerics.casts import cast
 from awex_core.plan import CopyProgram, SourceIndex, index_sources, lower_copies, plan_copies, unused_tensors
 from awex_core.plan.boxes import subtract
 from awex_core.plan.split import split_pieces

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from awex_core.checkpoint import Checkpoint
+from awex_core.checkpoint.description import Checkpoint
 from awex_core.errors import ConfigError, LayoutError
 from awex_core.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, ShardCollector
-from awex_core.quantize import FP8, BlockFormat, BlockQuantizer, quantize_blocks
+from awex_core.trainers.quantize import FP8, BlockFormat, BlockQuantizer, quantize_blocks
 from tests.support.fp8_reference import quantize_reference
 
 CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -52,7 +52,7 @@ def test_a_whole_tensor_as_the_reference_has_it(shape: tuple[int, int], dtype: t
 
 def test_many_bands_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(1000, 70, generator=torch.Generator().manual_seed(2))
-    monkeypatch.setattr("awex_core.quantize._BAND_ELEMENTS", 128 * 70 * 2)
+    monkeypatch.setattr("awex_core.trainers.quantize._BAND_ELEMENTS", 128 * 70 * 2)
     assert all(map(same, quantize_blocks(weight), quantize_reference(weight)))
 
 

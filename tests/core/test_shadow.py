@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from awex_core.config import SyncConfig
-from awex_core.engine import LoaderPathModule, TracedModel
 from awex_core.errors import ConfigError, SyncFailed, SyncTimeout, TransferError
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory, ShardCollector, flat_bytes
 from awex_core.meta.server import MetaServer
-from awex_core.session import ReaderSession
-from awex_core.shadow import Shadow
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.engine import LoaderPathModule, TracedModel
+from awex_core.sync.session import ReaderSession
+from awex_core.sync.shadow import Shadow
 from awex_core.testing.fake_engine import FakeEngine, FakeModel, FakeWorkerModel, holds
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.version import Version
@@ -319,7 +319,7 @@ def test_the_time_limit_ends_a_version_that_does_not_arrive(
 def test_a_version_does_not_begin_while_one_that_was_given_up_still_arrives(
     config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("awex_core.reader._ABANDONED_S", 0.2)
+    monkeypatch.setattr("awex_core.sync.reader._ABANDONED_S", 0.2)
     engine = loop.engine("e", 2, config)
     trainer = make_trainer()
     trainer.write(1)
@@ -495,7 +495,7 @@ def test_without_memory_in_some_worker_all_receive_in_place_if_told_to(
 ) -> None:
     refuse_memory(monkeypatch, torch.OutOfMemoryError("no memory"), lacking)
     config = replace(config, transport=transport, shadow_fallback="in_place")
-    with caplog.at_level("WARNING", logger="awex_core.reader"):
+    with caplog.at_level("WARNING", logger="awex_core.sync.reader"):
         engine = loop.engine("e", 2, config)
         trainer = make_trainer(config=config)
         for number in (1, 2):

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from awex_core.engines.kept import Kept, is_demanded, why_kept
 from awex_core.errors import LayoutError, PlanError
-from awex_core.kept import Kept, is_demanded, why_kept
 from awex_core.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 from awex_core.layout.live import Memory, ShardCollector, flat_bytes, unwritten
 from awex_core.layout.share import Place, join_buffers
 from awex_core.plan import check_distinct, index_sources, plan_copies, unused_tensors
-from awex_core.session import check_complete
+from awex_core.sync.session import check_complete
 
 EMBED, HEAD = (CanonicalTensor(name, (6, 4), "float32") for name in ("embed", "head"))
 

@@ -19,25 +19,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from awex_core import controller as controller_module
-from awex_core import writer as writer_module
-from awex_core.config import SyncConfig
-from awex_core.controller import EngineController
-from awex_core.engine import LoaderPathModule
 from awex_core.errors import Closed, ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout, TransferError
 from awex_core.layout.live import Held, ShardCollector
 from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
-from awex_core.process import this_process
-from awex_core.serving import ServedVersion
-from awex_core.session import ReaderSession
-from awex_core.snapshot import PendingSync
+from awex_core.settings.config import SyncConfig
+from awex_core.sync import controller as controller_module
+from awex_core.sync import writer as writer_module
+from awex_core.sync.controller import EngineController
+from awex_core.sync.engine import LoaderPathModule
+from awex_core.sync.process import this_process
+from awex_core.sync.result import PendingSync, SyncResult
+from awex_core.sync.serving import ServedVersion
+from awex_core.sync.session import ReaderSession
+from awex_core.sync.verification import Verification
+from awex_core.sync.writer import WeightWriter
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
-from awex_core.trainer import Places
-from awex_core.verification import Verification
+from awex_core.trainers.trainer import Places
 from awex_core.version import INITIAL, Version
-from awex_core.writer import SyncResult, WeightWriter
 from tests.support.authority import Authority
 
 T = TypeVar("T")
@@ -239,8 +239,8 @@ def test_memory_shared_by_staging_gives_the_same(
 
 def _pretend_gpus(monkeypatch: pytest.MonkeyPatch, trainer: str, engine: str) -> None:
     """What members say of where their weights lie; CUDA cannot map what is no GPU's memory."""
-    monkeypatch.setattr("awex_core.writer._device_of", lambda _: trainer)
-    monkeypatch.setattr("awex_core.reader.this_process", lambda config, _: this_process(config, engine))
+    monkeypatch.setattr("awex_core.sync.writer._device_of", lambda _: trainer)
+    monkeypatch.setattr("awex_core.sync.reader.this_process", lambda config, _: this_process(config, engine))
 
 
 def test_weights_that_cannot_be_mapped_come_through_a_group(
@@ -337,7 +337,7 @@ def test_who_publishes_to_nobody_is_told_at_once_and_each_minute_and_where_engin
     loop.engine("stray", 1, config)
     trainer.write(2)
     assert told() == [], "it has been said less than a minute ago"
-    monkeypatch.setattr("awex_core.alone.ALONE_S", 0.0)
+    monkeypatch.setattr("awex_core.sync.alone.ALONE_S", 0.0)
     trainer.write(3)
     (third,) = told()
     assert f"jobs there that have: '{config.job}' (stray). Give both sides the same name: --weight-sync-job" in third
@@ -718,7 +718,7 @@ def test_an_engine_without_checkpoint_weights_cannot_be_the_source(
     )
     trainer = make_trainer(config=config)
     trainer.write(1)
-    with caplog.at_level("INFO", logger="awex_core.controller"):
+    with caplog.at_level("INFO", logger="awex_core.sync.controller"):
         late = loop.engine("late", 1, config)
         eventually(lambda: "engine packed has no checkpoint weights of layers.0.experts" in caplog.text)
     assert newest(late) == INITIAL

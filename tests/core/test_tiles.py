@@ -13,8 +13,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from awex_core.casts import cast, cast_into
-from awex_core.digest.lanes import digest_program, lane_of
 from awex_core.errors import PlanError
 from awex_core.kernels.tiles import (
     COPY_COLUMNS,
@@ -26,10 +24,12 @@ from awex_core.kernels.tiles import (
     digest_batches,
 )
 from awex_core.layout.live import Memory
-from awex_core.mixing import mix_block
 from awex_core.modes import LANES
+from awex_core.numerics.casts import cast, cast_into
+from awex_core.numerics.mixing import mix_block
 from awex_core.plan.copies import tensor_seeds
 from awex_core.transfer.views import descriptor_view
+from awex_core.verify.lanes import digest_program, lane_of
 from tests.support.kernel_checks import TENSORS
 from tests.support.lines import ROOT
 from tests.support.programs import random_memory, random_program

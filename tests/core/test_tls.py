@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, Unauthorized, Unreachable
 from awex_core.meta.client import MetaClient
 from awex_core.meta.server import MetaServer
 from awex_core.meta.tls import Tls
+from awex_core.settings.config import SyncConfig
 from tests.support.authority import Authority
 
 TOKEN = "test-token"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from awex_core.errors import ConfigError
-from awex_core.token import find_token, require_token
+from awex_core.settings.token import find_token, require_token
 
 
 def test_the_file_given_then_the_variable_then_the_file_it_names(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from awex_core.engine import TracedModel
 from awex_core.errors import LayoutError
 from awex_core.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, flat_bytes
 from awex_core.layout.reshape import reshape_strided
-from awex_core.layout.trace import Trace, trace_loader
-from awex_core.reader import write_constants
+from awex_core.sync.engine import TracedModel
+from awex_core.sync.reader import write_constants
+from awex_core.trace.trace import Trace, trace_loader
 
 Weights = dict[str, torch.Tensor]
 

@@ -10,8 +10,8 @@ import torch
 
 from awex_core.errors import ConfigError
 from awex_core.layout import CanonicalTensor, encode_layout
-from awex_core.layout.trace import Trace
-from awex_core.layout.trace_cache import VARIABLE, cache_folder, trace_model
+from awex_core.trace.cache import VARIABLE, cache_folder, trace_model
+from awex_core.trace.trace import Trace
 
 HIDDEN, ROWS = 4, 6
 MANIFEST = [

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from awex_core import cli
-from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError
-from awex_core.options import EngineOptions
-from awex_core.variables import OWN, SETTINGS, check_names
+from awex_core.settings.config import SyncConfig
+from awex_core.settings.options import EngineOptions
+from awex_core.settings.variables import OWN, SETTINGS, check_names
 from tests.rules.tree import ROOT
 
 GIVEN = {"AWEX_META_SERVER": "h:1", "AWEX_TOKEN": "t"}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from awex_core.config import SyncConfig
 from awex_core.meta.client import MetaClient
+from awex_core.settings.config import SyncConfig
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer
 from awex_core.testing.engine import eventually, stopped
 from tests.e2e.conftest import check_same

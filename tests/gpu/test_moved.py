@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import awex_core
-from awex_core.config import SyncConfig
 from awex_core.layout.live import TensorPlace
 from awex_core.meta.server import MetaServer
+from awex_core.settings.config import SyncConfig
 from awex_core.testing.fake_engine import FakeEngine, FakeModel, fake_weights
 from tests.rules.tree import ROOT
 

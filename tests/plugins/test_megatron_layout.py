@@ -115,7 +115,7 @@ def rank_main(folder: Path, world: int) -> None:
 
 
 def train_case(case: Case, folder: Path, checkpoint: Path) -> None:
-    from awex_core.trainer import Places
+    from awex_core.trainers.trainer import Places
     from megatron_awex.families import family_for
     from megatron_awex.final_values import parameters, settle
     from megatron_awex.layout import live_shards
@@ -181,7 +181,7 @@ def check_layout(shards: list[Any], layout: Layout, memory: Memory) -> None:
 def save_manifest(shards: list[Any], folder: Path) -> None:
     """What all ranks together hold, as each rank learns it when it attaches."""
     from awex_core.layout import CanonicalTensor
-    from awex_core.trainer import share
+    from awex_core.trainers.trainer import share
 
     held = {CanonicalTensor(s.name, s.shape, str(s.view.dtype).removeprefix("torch.")) for s in shards}
     run, manifest = share(sorted(held))
@@ -198,8 +198,8 @@ def other_sizes(spec: TrainerSpec, fields: dict[str, Any]) -> set[str]:
 def save_refusals(trainer: Trainer, folder: Path, checkpoint: Path) -> None:
     """What ``attach`` says to a checkpoint of another size, one field at a time."""
     import megatron_awex
-    from awex_core.config import SyncConfig
     from awex_core.errors import LayoutError
+    from awex_core.settings.config import SyncConfig
 
     fields = json.loads((checkpoint / "config.json").read_text())
     refusals = {}

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import megatron_awex
-from awex_core import trainer
-from awex_core.config import SyncConfig
 from awex_core.errors import ConfigError, LayoutError
 from awex_core.layout import CanonicalTensor, encode_manifest
 from awex_core.layout.live import Held, ShardCollector
+from awex_core.settings.config import SyncConfig
+from awex_core.trainers import trainer
 from megatron_awex import final_values
 from megatron_awex import trainer as megatron_trainer
 from megatron_awex.trainer import HfModel, WeightSyncCallback, extra_args_provider, wrap_optimizer_step

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from awex_core.calls import Call, Calls, find_route
+from awex_core.engines.calls import Call, Calls, find_route
 from sglang_awex import calls as sglang
 from tests.calls_table import DOCUMENT, replaced
 from tests.rules.tree import ROOT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import subprocess
 import sys
 
@@ -13,34 +14,56 @@ from tests.rules.tree import ROOT, imports, modules, packaged_roots
 ENGINES = {"vllm", "sglang", "megatron"}
 PLUGINS = {"vllm_awex", "sglang_awex", "megatron_awex"}
 
-LEAVES = {"casts", "errors", "mixing", "modes", "version"}
-"""Modules that any stage may use, and that know no stage."""
+LEAVES = {"errors", "modes", "numerics", "version"}
+"""What any room may use, and what knows no room."""
 
 ARROWS = {
-    "layout": LEAVES,
-    "plan": LEAVES | {"layout"},
-    "kernels": LEAVES | {"layout", "plan"},
-    "transfer": LEAVES | {"layout", "plan", "kernels"},
-    "digest": LEAVES | {"layout", "plan", "kernels", "transfer"},
-    "meta": LEAVES | {"layout"},
+    "layout": set(),
+    "trace": {"layout"},
+    "plan": {"layout"},
+    "kernels": {"layout", "plan"},
+    "transfer": {"layout", "plan", "kernels"},
+    "verify": {"layout", "plan", "kernels", "transfer"},
+    "checkpoint": {"layout", "plan", "kernels", "transfer", "verify"},
+    "meta": {"layout"},
+    "settings": {"checkpoint", "layout", "meta", "trace", "transfer"},
+    "sync": {
+        "checkpoint",
+        "kernels",
+        "layout",
+        "meta",
+        "plan",
+        "settings",
+        "stacks",
+        "trace",
+        "transfer",
+        "verify",
+    },
+    "engines": {"layout", "sync", "trace"},
+    "trainers": {"checkpoint", "layout", "plan", "settings", "sync"},
+    "stacks": set(),
+    "cli": {"meta", "settings", "stacks"},
+    "testing": {
+        "checkpoint",
+        "layout",
+        "meta",
+        "plan",
+        "settings",
+        "sync",
+        "trace",
+        "transfer",
+    },
 }
-"""What each stage may import. Everything else in awex_core stands above the stages."""
+"""What each room may import beside the leaves. The facade hands on ``attach`` and is imported by none."""
 
-STAGES = set(ARROWS)
+PURE = ("layout", "plan")
 
-MAY_IMPORT_TORCH = {
-    "awex_core.layout.computed",
-    "awex_core.layout.live",
-    "awex_core.layout.trace",
-    "awex_core.layout.trace_cache",
-    "awex_core.layout.traced_tensor",
-    "awex_core.layout.structure",
-}
-"""The modules of the pure stages that meet live tensors; their packages import them on first use only."""
+MAY_IMPORT_TORCH = {"awex_core.layout.live"}
+"""The modules of the pure rooms that meet live tensors; their packages import them on first use only."""
 
 
 def _part(module: str) -> str:
-    """The stage or module directly below awex_core."""
+    """The room or module directly below awex_core."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -60,16 +83,35 @@ def test_imports_follow_the_arrows():
     wrong = []
     for module, path in modules("awex_core").items():
         part = _part(module)
-        if part in STAGES:
-            allowed = ARROWS[part] | {part}
-        elif part in LEAVES:
-            allowed = LEAVES
-        else:
+        if not part:
             continue
+        allowed = ({*LEAVES, part} | ARROWS[part]) if part not in LEAVES else LEAVES
         for target, line in _core_parts_imported(module, path).items():
             if target not in allowed:
                 wrong.append(f"{module}:{line} imports {target or 'the awex_core facade'}")
     assert not wrong, "imports against the arrows:\n" + "\n".join(wrong)
+
+
+def test_every_room_has_its_arrows_and_they_make_no_circle():
+    rooms = {_part(module) for module in modules("awex_core")} - {""} - LEAVES
+    assert set(ARROWS) == rooms
+    graphlib.TopologicalSorter(ARROWS).prepare()
+
+
+@pytest.mark.parametrize("package", ["awex_core", "megatron_awex"])
+def test_no_modules_import_each_other_in_a_circle(package):
+    """Nor through a function's body: whoever changes one of the modules would have to know all of them."""
+    known = modules(package)
+    graph = {
+        module: {
+            entry.name
+            for entry in imports(module, path)
+            if entry.name in known and entry.name != module and not entry.for_types_only
+        }
+        for module, path in known.items()
+        if path.name != "__init__.py"
+    }
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_nothing_but_tests_imports_awex_core_testing():
@@ -82,16 +124,16 @@ def test_nothing_but_tests_imports_awex_core_testing():
     assert not wrong, f"awex_core.testing is for tests: {wrong}"
 
 
-def test_the_drawing_names_every_stage():
-    missing = [stage for stage in STAGES if stage not in (awex_core.__doc__ or "")]
-    assert not missing, f"awex_core/__init__.py draws the stages but not {missing}"
+def test_the_drawing_names_every_room():
+    missing = [room for room in ARROWS if f"    {room} " not in (awex_core.__doc__ or "")]
+    assert not missing, f"awex_core/__init__.py draws the rooms but not {missing}"
 
 
-def test_pure_stages_do_not_name_torch():
+def test_pure_rooms_do_not_name_torch():
     wrong = [
         f"{module}:{entry.line}"
         for module, path in modules("awex_core").items()
-        if _part(module) in ("layout", "plan") and module not in MAY_IMPORT_TORCH
+        if _part(module) in PURE and module not in MAY_IMPORT_TORCH
         for entry in imports(module, path)
         if entry.name.split(".")[0] == "torch" and not entry.for_types_only
     ]
@@ -99,7 +141,7 @@ def test_pure_stages_do_not_name_torch():
 
 
 @pytest.mark.parametrize("module", ["awex_core", "awex_core.layout", "awex_core.plan"])
-def test_pure_stages_do_not_load_torch(module):
+def test_pure_rooms_do_not_load_torch(module):
     unwanted = ["torch", *sorted(ENGINES)]
     code = f"import sys, {module}; sys.exit([name for name in {unwanted} if name in sys.modules] or None)"
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

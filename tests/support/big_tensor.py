@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from awex_core.config import SyncConfig
-from awex_core.engine import TracedModel
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory, ShardCollector
-from awex_core.reader import WeightReader
-from awex_core.writer import WeightWriter
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.engine import TracedModel
+from awex_core.sync.reader import WeightReader
+from awex_core.sync.writer import WeightWriter
 from tests.support.lines import answer_stream, serve_commands
 
 NAME = "matrix.weight"

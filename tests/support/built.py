@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from awex_core.engine import WorkerModel
+    from awex_core.sync.engine import WorkerModel
 
 Tensors = dict[str, torch.Tensor]
 

@@ -35,7 +35,7 @@ from tests.support.trainer import RENDEZVOUS, Parallel, Trainer, TrainerSpec, jo
 
 if TYPE_CHECKING:
     from awex_core.layout.live import Held
-    from awex_core.trainer import Description
+    from awex_core.trainers.trainer import Description
 
 Tensors = dict[str, torch.Tensor]
 
@@ -48,10 +48,10 @@ LIMIT_S = 90.0
 
 def be_rank(run: TrainerRun, folder: Path, rank: int, world: int, meeting: Path) -> None:
     """Hold each checkpoint in turn, and write down what an engine's plan and copies are made from."""
-    from awex_core.checkpoint import Checkpoint
+    from awex_core.checkpoint.description import Checkpoint
     from awex_core.layout.wire import encode_layout, encode_manifest
-    from awex_core.quantize import BlockFormat
-    from awex_core.trainer import quantized, share
+    from awex_core.trainers.quantize import BlockFormat
+    from awex_core.trainers.trainer import quantized, share
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), RENDEZVOUS: str(meeting)}
     join_ranks()
@@ -84,7 +84,7 @@ class Part:
 
 def part_of_megatron(run: TrainerRun, folder: Path) -> Part:
     """A rank of a Megatron trainer, filled through the shards that the plugin collected."""
-    from awex_core.trainer import Description, Places
+    from awex_core.trainers.trainer import Description, Places
     from megatron_awex.families import family_for
     from megatron_awex.final_values import parameters, settle
     from megatron_awex.layout import live_shards
@@ -116,8 +116,8 @@ def part_of_fsdp(run: TrainerRun, folder: Path) -> Part:
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from awex_core.checkpoint import Checkpoint
-    from awex_core.module import describe
+    from awex_core.checkpoint.description import Checkpoint
+    from awex_core.trainers.module import describe
 
     checkpoint = run.held.checkpoint(folder, SEEDS[0])
     config = AutoConfig.from_pretrained(checkpoint)
@@ -144,7 +144,7 @@ def whole(run: TrainerRun, folder: Path) -> Part:
     """One rank that holds a checkpoint as it is, lacks some of it, or has more."""
     from awex_core.layout.layout import CanonicalTensor
     from awex_core.layout.live import ShardCollector
-    from awex_core.trainer import Description
+    from awex_core.trainers.trainer import Description
 
     views = published(run, load_file(run.held.checkpoint(folder, SEEDS[0]) / "model.safetensors"))
     collector, manifest = ShardCollector(), []

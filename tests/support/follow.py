@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from awex_core.digest.lanes import digest_plan, digest_program, sum_lanes
-from awex_core.engine import TracedModel, WorkerModel
 from awex_core.errors import PlanError
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, check_memory
 from awex_core.layout.wire import decode_layout, decode_manifest, encode_layout
 from awex_core.plan import SourceIndex, index_sources, lower_copies, plan_copies
-from awex_core.reader import write_constants
-from awex_core.session import check_complete
+from awex_core.sync.engine import TracedModel, WorkerModel
+from awex_core.sync.reader import write_constants
+from awex_core.sync.session import check_complete
 from awex_core.transfer.views import descriptor_view
+from awex_core.verify.lanes import digest_plan, digest_program, sum_lanes
 from tests.support.built import Built, Tensors
 from tests.support.cells import OTHER_RANK, SEEDS, Cell, Outcome
 from tests.support.compare import difference

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from awex_core.casts import cast, cast_into
-from awex_core.digest.lanes import digest_program, lane_of
 from awex_core.kernels.tiles import Batch, copy_batches, digest_batches
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory
 from awex_core.modes import LANES
+from awex_core.numerics.casts import cast, cast_into
 from awex_core.plan.copies import tensor_seeds
 from awex_core.transfer.views import descriptor_view
+from awex_core.verify.lanes import digest_program, lane_of
 from tests.support.floats import PAIRS, specimens
 from tests.support.programs import SIZES, one_piece, random_memory, random_program
 

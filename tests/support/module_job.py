@@ -33,14 +33,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import awex_core
-from awex_core.config import SyncConfig
-from awex_core.engine import TracedModel
 from awex_core.errors import LayoutError, SyncFailed, SyncTimeout
 from awex_core.layout.live import Memory, flat_bytes
-from awex_core.layout.trace import trace_loader
-from awex_core.module import local_box
-from awex_core.reader import WeightReader
-from awex_core.trainer import all_gather_bytes
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.engine import TracedModel
+from awex_core.sync.reader import WeightReader
+from awex_core.trace.trace import trace_loader
+from awex_core.trainers.module import local_box
+from awex_core.trainers.trainer import all_gather_bytes
 from tests.support.fp8_reference import quantize_reference
 
 WORKERS = 2

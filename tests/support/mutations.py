@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from awex_core.engine import TracedModel
 from awex_core.layout.layout import Layout, Shard, build_layout
+from awex_core.sync.engine import TracedModel
 
 Mutation = Callable[[TracedModel], TracedModel]
 

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from awex_core.attempt import Update, find_update, going_on
 from awex_core.errors import (
     AwexError,
     Fenced,
@@ -33,13 +32,14 @@ from awex_core.errors import (
     Unreachable,
     VerifyError,
 )
-from awex_core.lender import copy_key
 from awex_core.meta import messages as m
 from awex_core.meta.digests import Digests
 from awex_core.meta.limits import Limits
 from awex_core.meta.store import JobStore
 from awex_core.meta.sync import Sync
-from awex_core.session import SessionKey, has_traced, sources_of
+from awex_core.sync.attempt import Update, find_update, going_on
+from awex_core.sync.lender import copy_key
+from awex_core.sync.session import SessionKey, has_traced, sources_of
 from awex_core.version import INITIAL, Version
 
 LEASE_S, LIMIT_S, CONNECT_S = 10.0, 30.0, 30.0

@@ -1,1 +1,0 @@
-"""PROVES that what was sent is what is there: digests that do not depend on sharding."""

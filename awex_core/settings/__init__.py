@@ -1,0 +1,1 @@
+"""Settings: from arguments, flags and environment variables."""

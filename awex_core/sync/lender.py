@@ -1,0 +1,199 @@
+"""One worker of a ready engine as the source of another engine's weights: what a writer rank does, once.
+
+Runs in a thread of its own, so that the worker goes on answering requests: they
+only read weights. Should the trainer publish meanwhile, the meta server ends
+the copy before the first weight changes, and the other engine does not commit it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from awex_core.errors import AwexError, TransferError
+from awex_core.layout.live import Memory
+from awex_core.meta.client import MetaClient
+from awex_core.meta.messages import CopyView, JobView, Resend, SyncView, WorkerInfo, WriterInfo
+from awex_core.plan import SourceIndex, index_sources
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.serving import DigestPrograms, serve
+from awex_core.sync.session import LayoutCache, SessionKey, WriterSession, has_traced, sources_of
+from awex_core.transfer.base import Deadline
+from awex_core.transfer.registry import Exports
+from awex_core.verify.lanes import pack_lanes
+from awex_core.version import Version
+
+logger = logging.getLogger(__name__)
+
+
+class Lender:
+    """Serves one copy from one worker."""
+
+    def __init__(
+        self,
+        target: str,
+        worker: WorkerInfo,
+        memory: Memory,
+        version: Version,
+        layouts: LayoutCache,
+        client: MetaClient,
+        config: SyncConfig,
+        *,
+        reading: Callable[[], AbstractContextManager[None]],
+        prove: Callable[[], None],
+    ) -> None:
+        """Nothing happens before ``run``.
+
+        Args:
+            target: the engine that takes the weights.
+            worker: this worker, as it joined; its layout describes ``memory``.
+            memory: its live weights.
+            version: what they are.
+            layouts: shared with the reader.
+            client: of the meta server.
+            config: the settings.
+            reading: within, the weights stay what they are; raises if they are not what was committed.
+            prove: raises if they are not, whatever has been said of them.
+        """
+        self._target, self._worker, self._memory = target, worker, memory
+        self._reading, self._prove = reading, prove
+        self._session: WriterSession | None = None
+        self._layouts, self._client, self._config = layouts, client, config
+        self._exports = Exports(memory)
+        self._exports.hold(version.number)  # not in ``run``, which might begin after ``let_go``
+
+    def run(self) -> None:
+        """Offer the weights, serve them, publish their digest, stay until the copy is over. Raises nothing."""
+        copy: CopyView | None = None
+        try:
+            copy = self._copy(self._client.watch())
+            with self._reading():
+                self._prove()  # once more when all has been read; but now the other engine loses nothing
+            self._serve(copy)
+        except Exception as error:
+            logger.exception("awex: worker %d could not lend to engine %s", self._worker.rank, self._target)
+            if copy is not None:
+                self._report(copy, str(error) or type(error).__name__)
+
+    def let_go(self) -> None:
+        """The weights are about to change."""
+        self._exports.let_go()
+
+    def stop(self) -> None:
+        """From another thread: end what is being sent, soon."""
+        self.let_go()
+        if self._session is not None:
+            self._session.abort()
+
+    def _copy(self, view: JobView) -> CopyView:
+        copy = view.copies.get(self._target)
+        if copy is None or copy.source != self._worker.engine or copy.sync.state == "done":
+            raise TransferError(f"engine {self._target} no longer takes weights from engine {self._worker.engine}")
+        return copy
+
+    def _serve(self, copy: CopyView) -> None:
+        deadline = Deadline.after(copy.sync.remaining_s)
+        worker, incarnation = self._worker, self._worker.process.incarnation
+        endpoints = {name: self._client.put_blob(data) for name, data in self._exports.encode().items()}
+        info = WriterInfo(
+            rank=worker.rank,
+            world=worker.world,
+            run=f"{worker.engine} to {self._target}",
+            process=worker.process,
+            layout=worker.layout,
+            endpoints=endpoints,
+            manifest=worker.manifest,
+        )
+        self._client.lend(incarnation, self._target, info)
+        view, copy = self._wait_until_ready(copy.number, deadline)
+        sources = index_sources([self._layouts.get(lender.layout) for lender in copy.lenders])
+        workers = view.engines[self._target].workers
+        key = SessionKey(
+            copy.sync.version.epoch,
+            self._target,
+            copy.sync.engines[self._target].generation,
+            copy_key(copy),
+            sources_of(copy.lenders),
+        )
+        self._session = session = WriterSession(
+            key,
+            worker.rank,
+            copy.lenders,
+            workers,
+            sources,
+            self._layouts,
+            self._memory,
+            self._client,
+            self._config,
+            deadline,
+        )
+        version, served = copy.sync.version, itertools.count()
+
+        def digests() -> dict[str, bytes]:
+            share = self._digests(copy.sync, workers, sources)
+            self._prove()  # after the digests: they are those of what was committed
+            return share
+
+        try:
+            serve(
+                session,
+                deadline,
+                (),
+                digests,
+                lambda share: self._client.publish_digest(incarnation, version, share, target=self._target),
+                lambda: self._next_resend(copy.number, next(served), deadline),
+                self._reading,
+            )
+        finally:
+            session.close()
+
+    def _wait_until_ready(self, number: int, deadline: Deadline) -> tuple[JobView, CopyView]:
+        """Until all lenders are there and the target has traced."""
+
+        def ready(view: JobView) -> tuple[JobView, CopyView] | None:
+            copy = self._copy(view)
+            if copy.number != number:
+                raise TransferError(f"engine {self._target} takes another copy by now")
+            target = view.engines.get(self._target)
+            if copy.sync.state != "open" or target is None or not target.workers:
+                return None
+            traced = has_traced(self._worker.manifest, target, target.workers[0].world)
+            return (view, copy) if traced else None
+
+        what = f"engine {self._target} to trace its model"
+        return self._client.wait_for(ready, timeout_s=deadline.remaining(what), what=what)
+
+    def _digests(self, sync: SyncView, workers: list[WorkerInfo], sources: SourceIndex) -> dict[str, bytes]:
+        """This worker's share of the digests, by layout; none if nothing is verified."""
+        if sync.verify == "off":
+            return {}
+        programs, names = DigestPrograms(self._layouts, self._worker.rank), {worker.layout for worker in workers}
+        return {name: pack_lanes(programs.partial(name, sync, sources, self._memory)) for name in names}
+
+    def _next_resend(self, number: int, served: int, deadline: Deadline) -> Resend | None:
+        """What the engine wants once more, after ``served`` such requests; None when the copy is over."""
+
+        def wanted(view: JobView) -> tuple[Resend | None] | None:
+            copy = view.copies.get(self._target)
+            if copy is None or copy.number != number or copy.sync.state == "done":
+                return (None,)
+            following = copy.sync.engines[self._target].resends[served:]
+            return (following[0],) if following else None
+
+        what = f"engine {self._target} to take the weights"
+        return self._client.wait_for(wanted, timeout_s=deadline.remaining(what), what=what)[0]
+
+    def _report(self, copy: CopyView, reason: str) -> None:
+        try:
+            self._client.report_sender(
+                self._worker.process.incarnation, copy.sync.version, self._target, reason, lender=True
+            )
+        except AwexError as error:
+            logger.error("awex: the meta server could not be told: %s", error)
+
+
+def copy_key(copy: CopyView) -> str:
+    """What tells a copy's values on the meta server from those of versions and other copies."""
+    return f"{copy.source}#{copy.number}"

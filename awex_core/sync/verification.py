@@ -1,0 +1,166 @@
+"""Whether a worker holds what the trainer sent: digests compared, and what differs received once more."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from awex_core.errors import SyncTimeout, TransferError, VerifyError, list_faults
+from awex_core.layout.live import Memory
+from awex_core.meta.messages import JobView, SyncView
+from awex_core.modes import VerifyMode
+from awex_core.sync.attempt import Attempt, Verified, going_on
+from awex_core.sync.engine import TracedModel, WorkerModel
+from awex_core.sync.membership import Membership
+from awex_core.sync.ownership import Ownership
+from awex_core.sync.preparation import Preparation
+from awex_core.sync.session import ReaderSession
+from awex_core.transfer.base import Progress
+from awex_core.verify.lanes import (
+    Lanes,
+    differing_lanes,
+    digest_program,
+    empty_lanes,
+    lanes_of,
+    names_in_lanes,
+    sum_lanes,
+    unpack_lanes,
+    verified_tensors,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One worker's."""
+
+    model: WorkerModel
+    member: Membership
+    ready: Preparation
+    ownership: Ownership
+
+    def verify(
+        self, sync: SyncView, attempt: Attempt, traced: TracedModel, session: ReaderSession, memory: Memory
+    ) -> int:
+        """Compare digests, and receive once more what differs; returns the bytes that took part.
+
+        Raises:
+            VerifyError: something differs still.
+        """
+        tensors, damaged = traced.layout.tensors, attempt.progress.damaged
+        mode: VerifyMode = msgspec.convert(sync.verify, VerifyMode)
+        only = verified_tensors(tensors, mode, sync.version.number)
+        expected = empty_lanes() if mode == "off" else self._expected(attempt, len(session.programs))
+        wrong = self._differing(attempt, traced, memory, expected, only)
+        suspects = wrong | lanes_of(itertools.chain(*(damage.tensors for damage in damaged)), len(tensors))
+        if suspects:
+            self._receive_again(attempt, traced, session, memory, sorted(suspects))
+            wrong = self._differing(attempt, traced, memory, expected, only)
+        if wrong:
+            names = names_in_lanes(wrong, tensors, only)
+            summary = (
+                f"the digest of version {sync.version} differs from the trainer's, also after "
+                f"{attempt.figures['repulled_nbytes']:.0f} bytes were received once more, among"
+            )
+            raise VerifyError(list_faults(summary, names))
+        if mode != "off":
+            attempt.verified = Verified(sync.version, expected, only)
+        return int((traced.layout.volume * traced.layout.itemsize)[only[traced.layout.tensor]].sum())
+
+    def _differing(
+        self, attempt: Attempt, traced: TracedModel, memory: Memory, expected: Lanes, only: npt.NDArray[np.bool_]
+    ) -> set[int]:
+        """Lanes of what was received, and of what will be live beside it, that are not as they should be."""
+        held, tensors = self.ready.held, traced.layout.tensors
+        if held is None:
+            raise TransferError(f"version {attempt.version} was not connected; call connect first")
+        arrived = attempt.pieces.tensors if attempt.only and attempt.pieces is not None else None
+        if arrived is None:
+            return differing_lanes(expected, digest_program(held, tensors, memory, "dst", only=only))
+        # What does not come stays as it is in live memory, so that is where it is looked at.
+        found = digest_program(held, tensors, memory, "dst", only=only & arrived)
+        with self.ownership.reading():
+            return differing_lanes(expected, sum_lanes([found, self._digest_live(traced, only & ~arrived)]))
+
+    def _digest_live(self, traced: TracedModel, only: npt.NDArray[np.bool_]) -> Lanes:
+        """The digest of live memory, while nothing is being received into it."""
+        held = self.ready.held_live
+        if held is None:
+            raise TransferError("this worker has not traced its model")
+        return digest_program(held, traced.layout.tensors, self.model.lend(), "dst", only=only)
+
+    def prove_held(self, committed: Verified) -> None:
+        """Make sure that what lies in live memory is what was committed, as far as that was verified.
+
+        Raises:
+            VerifyError: it is something else by now; names the tensors.
+        """
+        traced, info = self.ready.traced, self.member.info
+        if traced is None:
+            return
+        tensors = traced.layout.tensors
+        wrong = differing_lanes(committed.lanes, self._digest_live(traced, committed.only))
+        if wrong:
+            self.ownership.distrust("its weights are not those that were committed; nobody has said who changed them")
+            names = names_in_lanes(wrong, tensors, committed.only)
+            summary = f"worker {info.rank} of engine {info.engine} does not hold {committed.version} any more, among"
+            raise VerifyError(list_faults(summary, names))
+
+    def _receive_again(
+        self, attempt: Attempt, traced: TracedModel, session: ReaderSession, memory: Memory, lanes: list[int]
+    ) -> None:
+        """Receive the tensors of some lanes of the digest once more; a bit may have flipped on the way.
+
+        Raises:
+            TransferError: the writers do not serve them again.
+            VerifyError: what came was damaged once more.
+        """
+        tensors, progress, member = traced.layout.tensors, Progress(), self.member
+        names = names_in_lanes(lanes, tensors)
+        why = [damage.what for damage in attempt.progress.damaged] or ["the digest differs"]
+        said = f"awex: worker {member.info.rank}: receiving {len(names)} tensors once more:"
+        logger.warning("%s", list_faults(said, why))
+        if not session.one_sided:
+            reply = member.client.report_worker(member.incarnation, attempt.version, resend=lanes)
+            if not reply.accepted:
+                raise TransferError(f"version {attempt.version} cannot be received once more: {reply.reason}")
+        session.receive_again(memory, progress, attempt.deadline, lanes)
+        attempt.figures["repulled_nbytes"] = float(progress.nbytes)
+        if self.ready.shadow is not None and attempt.only:  # of a partial update, more than it names
+            attempt.pieces = self.ready.shadow.select(attempt.only, [*traced.staged_tensors, *names])
+        if progress.damaged:
+            summary = f"version {attempt.version} was received twice and damaged each time, among"
+            faults = [
+                f"{', '.join(tensors[t].name for t in sorted(damage.tensors)[:3])}: {damage.what}"
+                for damage in progress.damaged
+            ]
+            raise VerifyError(list_faults(summary, faults))
+
+    def _expected(self, attempt: Attempt, writers: int) -> Lanes:
+        """The trainer's digest of this worker's layout, once every writer rank has sent its share.
+
+        Raises:
+            SyncTimeout: not all have by the deadline; names the ranks.
+            TransferError: the version has ended.
+        """
+        info, missing = self.member.info, list(range(writers))
+
+        def complete(view: JobView) -> Lanes | None:
+            sync = going_on(view, info.engine, attempt.version, attempt.copy, "verified")
+            digest = sync.digests.get(info.layout)
+            if digest is None:
+                return None
+            missing[:] = digest.missing
+            return unpack_lanes(digest.sum) if not missing else None
+
+        what = f"the digest of version {attempt.version}"
+        try:
+            return self.member.client.wait_for(complete, timeout_s=attempt.deadline.remaining(what), what=what)
+        except SyncTimeout as error:
+            raise SyncTimeout(f"{error}, which writer rank(s) {missing} have not sent") from error

@@ -1,0 +1,1 @@
+"""What trainers share, and ``attach`` for any ``torch.nn.Module``."""
