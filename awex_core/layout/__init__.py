@@ -1,7 +1,6 @@
 """WHAT each rank holds, in one vocabulary. Pure: no torch, no engine, no network.
 
-``live`` (layouts of tensors in memory) and ``trace`` (layouts found by running a
-loader; kept on disk by ``trace_cache``) need torch and are imported by name.
+``live`` (layouts of tensors in memory) needs torch and is imported by name.
 """
 
 from awex_core.layout.coverage import memory_gaps, memory_overlaps

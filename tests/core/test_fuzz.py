@@ -35,7 +35,6 @@ from awex_core.layout import (
     decode_manifest,
     encode_layout,
     encode_manifest,
-    trace_cache,
 )
 from awex_core.meta import job, requests, server
 from awex_core.meta import messages as m
@@ -45,6 +44,7 @@ from awex_core.settings.config import SyncConfig
 from awex_core.settings.options import EngineOptions
 from awex_core.settings.token import find_token
 from awex_core.sync.session import Accept
+from awex_core.trace import cache
 from awex_core.transfer.group import GroupMeeting
 from awex_core.transfer.ipc import IpcEndpoint, IpcHandle
 from awex_core.transfer.shm import ShmEndpoint, why_unreadable
@@ -185,7 +185,7 @@ def _trace_file(layout: bytes) -> bytes:
 def test_kept_traces(tmp_path: Path, body: bytes, whole: bool) -> None:
     file = tmp_path / "x.layout"
     file.write_bytes((hashlib.sha256(body).digest() if whole else b"") + body)
-    frugal(lambda _: trace_cache._read(file, {}), body)
+    frugal(lambda _: cache._read(file, {}), body)
 
 
 # What members of a session leave for each other
