@@ -76,7 +76,7 @@ def _engine(peer: Peer) -> None:
         peer.tell((meta.address, "bench"))
         config = SyncConfig(meta.address, "bench", sync_timeout_s=LIMIT_S)
         model = FakeWorkerModel(FakeModel(**SIZES, rank=0, world=1, dtype=torch.float32))
-        reader = WeightReader(model, engine="e", rank=0, world=1, controlled=False, config=config)
+        reader = WeightReader.join(model, engine="e", rank=0, world=1, controlled=False, config=config)
         reader.prepare()
         for _ in range(2 + 2 * ROUNDS):
             reader.connect()

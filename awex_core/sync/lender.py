@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager
 
 from awex_core.errors import AwexError, TransferError
 from awex_core.layout.live import Memory
-from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import CopyView, JobView, Resend, SyncView, WorkerInfo, WriterInfo
 from awex_core.plan import SourceIndex, index_sources
-from awex_core.settings.config import SyncConfig
+from awex_core.sync.context import SyncContext
+from awex_core.sync.exchange import SessionKey, sources_of
 from awex_core.sync.serving import DigestPrograms, serve
-from awex_core.sync.session import LayoutCache, SessionKey, WriterSession, has_traced, sources_of
+from awex_core.sync.session import Members, WriterSession, has_traced
 from awex_core.transfer.base import Deadline
 from awex_core.transfer.registry import Exports
 from awex_core.verify.lanes import pack_lanes
@@ -37,9 +37,7 @@ class Lender:
         worker: WorkerInfo,
         memory: Memory,
         version: Version,
-        layouts: LayoutCache,
-        client: MetaClient,
-        config: SyncConfig,
+        context: SyncContext,
         *,
         reading: Callable[[], AbstractContextManager[None]],
         prove: Callable[[], None],
@@ -51,16 +49,14 @@ class Lender:
             worker: this worker, as it joined; its layout describes ``memory``.
             memory: its live weights.
             version: what they are.
-            layouts: shared with the reader.
-            client: of the meta server.
-            config: the settings.
+            context: the reader's.
             reading: within, the weights stay what they are; raises if they are not what was committed.
             prove: raises if they are not, whatever has been said of them.
         """
         self._target, self._worker, self._memory = target, worker, memory
         self._reading, self._prove = reading, prove
         self._session: WriterSession | None = None
-        self._layouts, self._client, self._config = layouts, client, config
+        self._context, self._client, self._layouts = context, context.client, context.layouts
         self._exports = Exports(memory)
         self._exports.hold(version.number)  # not in ``run``, which might begin after ``let_go``
 
@@ -117,18 +113,8 @@ class Lender:
             copy_key(copy),
             sources_of(copy.lenders),
         )
-        self._session = session = WriterSession(
-            key,
-            worker.rank,
-            copy.lenders,
-            workers,
-            sources,
-            self._layouts,
-            self._memory,
-            self._client,
-            self._config,
-            deadline,
-        )
+        members = Members(key, copy.lenders, workers, sources)
+        self._session = session = WriterSession.open(members, worker.rank, self._memory, self._context, deadline)
         version, served = copy.sync.version, itertools.count()
 
         def digests() -> dict[str, bytes]:

@@ -12,11 +12,15 @@ from awex_core.errors import AwexError
 from awex_core.layout.layout import Layout
 from awex_core.layout.wire import encode_layout
 from awex_core.meta.client import LeaseKeeper, MetaClient
-from awex_core.meta.messages import WorkerInfo
+from awex_core.meta.limits import MAX_TEXT
+from awex_core.meta.messages import WeightsState, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 2.0
+
+_TELL_S = 3.0
+"""How long a call of the engine's own waits until the meta server knows of it; it is told again with the next lease."""
 
 
 class Membership:
@@ -58,6 +62,16 @@ class Membership:
         with self._telling:
             self.info = msgspec.structs.replace(self.info, told=self.info.told + 1, **what)
             self.client.join_worker(self.info, timeout_s=timeout_s)
+
+    def tell_weights(self, state: WeightsState, reason: str, void: bool) -> None:
+        """Say what the weights are; ``void``: nothing that was said of where they lie holds any more."""
+        what: dict[str, Any] = {"weights": state, "weights_reason": reason[:MAX_TEXT]}
+        if void:  # so that every session with this engine is made anew
+            what |= {"layout": "", "manifest": ""}
+        try:
+            self.tell(timeout_s=_TELL_S, **what)
+        except AwexError as error:  # told again when the lease is renewed
+            logger.warning("awex: worker %d of engine %s: %s", self.info.rank, self.info.engine, error)
 
     def tell_layout(self, layout: Layout, **what: Any) -> None:
         """The same, with the layout of the traced model."""

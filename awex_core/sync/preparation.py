@@ -11,11 +11,11 @@ from awex_core.errors import ConfigError, PlanError, SyncTimeout, list_faults
 from awex_core.layout.wire import decode_manifest
 from awex_core.meta.messages import EngineView, JobView, WriterInfo
 from awex_core.plan import CopyProgram, SourceIndex, index_sources
-from awex_core.settings.config import SyncConfig
+from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import TracedModel, WorkerModel
 from awex_core.sync.membership import Membership
 from awex_core.sync.ownership import Ownership
-from awex_core.sync.session import LayoutCache, check_complete, has_traced, refusals
+from awex_core.sync.session import check_complete, has_traced, refusals
 from awex_core.sync.shadow import Shadow
 from awex_core.verify.lanes import held_plan
 
@@ -35,13 +35,12 @@ class Preparation:
         model: WorkerModel,
         member: Membership,
         ownership: Ownership,
-        config: SyncConfig,
-        layouts: LayoutCache,
+        context: SyncContext,
         on_change: Callable[[], None],
     ) -> None:
         """``on_change`` is called before the model is traced anew: what was planned from the old trace is void."""
-        self._model, self._member, self._ownership, self._config = model, member, ownership, config
-        self._client, self._layouts, self._on_change = member.client, layouts, on_change
+        self._model, self._member, self._ownership, self._on_change = model, member, ownership, on_change
+        self._client, self._config, self._layouts = context.client, context.config, context.layouts
         self._traced: tuple[str, TracedModel] | None = None
         self.shadow: Shadow | None = None
         self.held: CopyProgram | None = None

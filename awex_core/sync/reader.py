@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from pathlib import Path
-from typing import Any
-
-import torch
 
 from awex_core import stacks
-from awex_core.checkpoint.from_disk import load_checkpoint
-from awex_core.errors import (
-    AwexError,
-    ConfigError,
-    SyncTimeout,
-    TransferError,
-)
-from awex_core.layout.live import Memory
-from awex_core.meta.client import MetaClient
-from awex_core.meta.limits import MAX_TEXT
+from awex_core.errors import AwexError, SyncTimeout, TransferError
 from awex_core.meta.messages import JobView, SyncView, WeightsState, WorkerInfo
-from awex_core.plan import check_precision
 from awex_core.settings.config import SyncConfig
-from awex_core.sync.attempt import Attempt, Update, Verified, find_update, going_on
-from awex_core.sync.engine import TracedModel, WorkerModel
-from awex_core.sync.lender import Lender
+from awex_core.sync.attempt import Attempt, Update, find_update
+from awex_core.sync.connection import Connection
+from awex_core.sync.context import SyncContext
+from awex_core.sync.engine import WorkerModel
+from awex_core.sync.lending import Lending
 from awex_core.sync.membership import Membership
 from awex_core.sync.ownership import Ownership
 from awex_core.sync.preparation import Preparation
 from awex_core.sync.process import this_process
-from awex_core.sync.session import (
-    LayoutCache,
-    ReaderSession,
-    SessionKey,
-    sources_of,
-)
+from awex_core.sync.reception import Reception
 from awex_core.sync.shadow import beside_compute
 from awex_core.sync.verification import Verification
 from awex_core.transfer.base import Deadline
@@ -45,31 +27,36 @@ from awex_core.version import INITIAL, Version
 
 logger = logging.getLogger(__name__)
 
-_MAX_REASON = 4000
 _SEEN_S = 5.0
 """How long a version that the controller has seen may take to be seen here."""
 
 _HEADSTART_S = 1.0
 """How much earlier than a version's limit a worker gives up, at most."""
 
-_LENDING_S = 5.0
-"""How long leaving the job waits for an engine that takes this worker's weights."""
-
-_SIBLINGS_S = 5.0
-"""How long joining waits for the engine's other workers to have traced."""
-
-_TELL_S = 3.0
-"""How long a call of the engine's own waits until the meta server knows of it; it is told again with the next lease."""
-
 _ABANDONED_S = 5.0
 """How long a version waits for the thread that still receives one before it, which has failed."""
 
 
 class WeightReader:
-    """One worker of one engine: traces, pulls its own pieces, verifies them, reports."""
+    """One worker of one engine: traces, pulls its own pieces, verifies them, reports. Made by ``join``."""
 
-    def __init__(
-        self,
+    def __init__(self, model: WorkerModel, member: Membership, context: SyncContext) -> None:
+        self.model, self.config, self.version = model, context.config, INITIAL
+        info = member.info
+        self.engine, self.rank, self.controlled = info.engine, info.rank, info.controlled
+        self._member, self._client = member, context.client
+        self.ownership = Ownership(model, member.tell_weights)
+        self._ready = Preparation(model, member, self.ownership, context, lambda: self._connection.close())
+        self._connection = Connection(model, member, self._ready, context)
+        verification = Verification(model, member, self._ready, self.ownership)
+        self._lending = Lending(model, member, verification, context)
+        self._reception = Reception(model, member, self._connection, verification, self._lending)
+        self._attempt: Attempt | None = None
+        self._prefetching: threading.Thread | None = None
+
+    @classmethod
+    def join(
+        cls,
         model: WorkerModel,
         *,
         engine: str,
@@ -78,7 +65,7 @@ class WeightReader:
         controlled: bool,
         config: SyncConfig,
         device: str = "cpu",
-    ) -> None:
+    ) -> WeightReader:
         """Join the job.
 
         Args:
@@ -93,64 +80,24 @@ class WeightReader:
         Raises:
             MetaServerError: the meta server cannot be reached or refuses this worker.
         """
-        self.model, self.engine, self.rank, self.config, self.controlled = model, engine, rank, config, controlled
-        self.version = INITIAL
         stacks.enable()
         tidy()
-        self._client = MetaClient.of(config)
+        context = SyncContext.of(config)
         process = this_process(config, device)
         info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)
-        self._member = Membership(self._client, info)
-        self._member.join()
-        self.ownership = Ownership(model, self._tell_weights)
-        self._layouts = LayoutCache(self._client)
-        self._ready = Preparation(model, self._member, self.ownership, config, self._layouts, self._close_session)
-        self._verification = Verification(model, self._member, self._ready, self.ownership)
-        self._session: ReaderSession | None = None
-        self._attempt: Attempt | None = None
-        self._prefetching: threading.Thread | None = None
-        self._lender: Lender | None = None
-        self._lending: threading.Thread | None = None
-        self._committed: Verified | None = None
-        """What live memory was when it was last committed, as far as it was verified."""
-
-    @property
-    def traced(self) -> TracedModel | None:
-        """The traced model, once the trainer is known."""
-        return self._ready.traced
+        member = Membership(context.client, info)
+        member.join()
+        return cls(model, member, context)
 
     # Lending to another engine. Requests keep running.
 
     def lend(self, target: str) -> None:
-        """Begin to serve a copy of this worker's weights to another engine; returns at once.
+        """Begin to serve this worker's weights to another engine; returns at once.
 
         Raises:
             TransferError: it lends to another engine now, or has no weights that fit the checkpoint.
         """
-        if self._lending is not None and self._lending.is_alive():
-            raise TransferError(f"worker {self.rank} of engine {self.engine} still lends to another engine")
-        traced = self.traced
-        if traced is None or traced.staged or self.ownership.state != "held":
-            reason = f": {self.ownership.reason}" if self.ownership.reason else ""
-            raise TransferError(f"worker {self.rank} of engine {self.engine} has nothing to lend{reason}")
-        self._lender = Lender(
-            target,
-            self._member.info,
-            self.model.lend(),
-            self.version,
-            self._layouts,
-            self._client,
-            self.config,
-            reading=self.ownership.reading,
-            prove=self._prove_held,
-        )
-        self._lending = threading.Thread(target=self._lender.run, name="awex-lender", daemon=True)
-        self._lending.start()
-
-    def _prove_held(self) -> None:
-        """See ``Verification.prove_held``; what was not verified cannot be proved."""
-        if self._committed is not None and self._committed.version == self.version:
-            self._verification.prove_held(self._committed)
+        self._lending.begin(target, self.version)
 
     # Other callers: what the engine's own calls do to the weights
 
@@ -160,17 +107,13 @@ class WeightReader:
         Raises:
             TransferError: another engine still reads them, so that the call must not be made yet.
         """
-        self._stop_lending()
+        self._lending.stop()
         self.ownership.begin(call)
 
     def quiet(self) -> None:
         """Have nobody read the weights any more; errors as ``begin_foreign``, which makes sure of it once more."""
-        self._stop_lending()
+        self._lending.stop()
         self.ownership.quiet("a call of the engine's own")
-
-    def _stop_lending(self) -> None:
-        if self._lender is not None:
-            self._lender.stop()
 
     def end_foreign(self, call: str, *, released: bool = False, lost: str = "", sure: bool = False) -> WeightsState:
         """That call is over, see ``Ownership.end``; returns what the weights are now."""
@@ -179,15 +122,6 @@ class WeightReader:
         if self.ownership.stale and attempt is not None and not attempt.failure:
             self._fail(attempt, TransferError(f"it was not received: {self.ownership.reason}"))
         return self.ownership.state
-
-    def _tell_weights(self, state: WeightsState, reason: str, void: bool) -> None:
-        what: dict[str, Any] = {"weights": state, "weights_reason": reason[:MAX_TEXT]}
-        if void:  # so that every session with this engine is made anew
-            what |= {"layout": "", "manifest": ""}
-        try:
-            self._member.tell(timeout_s=_TELL_S, **what)
-        except AwexError as error:  # told again when the lease is renewed
-            logger.warning("awex: worker %d of engine %s: %s", self.rank, self.engine, error)
 
     # Preparing: needs the trainer, not a version. Requests keep running.
 
@@ -203,19 +137,8 @@ class WeightReader:
         Raises:
             AwexError: none is configured, or it is not the model that was traced; the engine stays torn.
         """
-        traced = self.traced
-        if not self.config.repair_checkpoint or traced is None:
-            raise ConfigError("there is no checkpoint to repair from, or no trainer has told which tensors there are")
-        try:
-            memory = self._begin()
-            load_checkpoint(Path(self.config.repair_checkpoint), traced.layout, memory)
-            write_constants(traced, memory)
-            self.model.finish()
-        except BaseException:
-            self.model.abort()
-            raise
+        self._reception.load(self.config.repair_checkpoint)
         self.version = INITIAL
-        self.ownership.received()
 
     # One version. A failure is raised without a controller; with one it is reported
     # to the meta server, which tells the controller, and the engine's call returns.
@@ -240,7 +163,7 @@ class WeightReader:
             self._end_prefetch()
             attempt.only = self._changed(sync)
             traced = self._ready.trace(update.writers[0].manifest)
-            session = self._ensure_session(update, traced, attempt.deadline)
+            session = self._connection.ensure(update, traced, attempt.deadline)
             session.select(attempt.only)  # now, while requests run
             if self._ready.shadow is not None:
                 attempt.pieces = self._ready.shadow.select(attempt.only, traced.staged_tensors)
@@ -268,7 +191,7 @@ class WeightReader:
         try:
             if self._ready.shadow is not None:
                 with beside_compute(self.model.device):
-                    self._receive(attempt)
+                    self._reception.receive(attempt)
                 attempt.prefetched = True
             self._client.report_worker(self._member.incarnation, attempt.version, prefetched=True)
         except Exception as error:  # noqa: BLE001 - nobody would hear of it but through the meta server
@@ -306,7 +229,7 @@ class WeightReader:
             if attempt.failure:
                 return
             if not attempt.prefetched:
-                self._receive(attempt)
+                self._reception.receive(attempt)
             attempt.received = True
         except Exception as error:
             self._fail(attempt, error)
@@ -332,41 +255,6 @@ class WeightReader:
         what = f"version {version}" if version else f"a version newer than {self.version}"
         return self._client.wait_for(mine, timeout_s=deadline.remaining(what), what=what)
 
-    def _receive(self, attempt: Attempt) -> None:
-        session, traced = self._session, self.traced
-        if session is None or traced is None:
-            raise TransferError(f"version {attempt.version} was not connected; call connect first")
-        sync = going_on(self._client.watch(), self.engine, attempt.version, attempt.copy, "received")
-        session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
-        begun = time.perf_counter()
-        shadow = self._ready.shadow
-        memory = shadow.memory if shadow is not None else self._begin()
-        session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
-        if shadow is None:
-            write_constants(traced, memory)
-        received = time.perf_counter()
-        verified = self._verification.verify(sync, attempt, traced, session, memory)
-        session.check_held(attempt.version.number)
-        if shadow is not None:
-            attempt.figures["shadow_nbytes"] = float(shadow.nbytes)
-        attempt.figures |= {
-            "verified_nbytes": float(verified),
-            "transfer_s": received - begun,
-            "verify_s": time.perf_counter() - received,
-            "moved_nbytes": float(attempt.progress.nbytes),
-            "staging_nbytes": float(attempt.progress.peak_staging),
-            "loader_path_nbytes": float(traced.loader_path_nbytes),
-        }
-
-    def _begin(self) -> Memory:
-        """The live memory, which changes from now on: whoever still pulls from it is to know."""
-        if self._lender is not None:
-            self._lender.let_go()
-        if self.ownership.state == "released":
-            raise TransferError(f"the weights are not in memory: {self.ownership.reason}")
-        self._committed = None
-        return self.model.begin()
-
     def _changed(self, sync: SyncView) -> list[str]:
         """Patterns of the tensors to pull; none means all.
 
@@ -381,36 +269,6 @@ class WeightReader:
                 f"version {sync.version} is a partial update of {sync.base}, but this worker holds {holds}"
             )
         return sync.only
-
-    def _ensure_session(self, update: Update, traced: TracedModel, deadline: Deadline) -> ReaderSession:
-        sync = update.sync
-        generation = sync.engines[self.engine].generation
-        key = SessionKey(sync.version.epoch, self.engine, generation, update.copy, sources_of(update.writers))
-        if self._session is not None and self._session.key == key:
-            return self._session
-        self._close_session()
-        # Whether a transfer group forms depends on all workers, so all must have traced.
-        limit_s = deadline.remaining(f"the workers of engine {self.engine}")
-        engine = self._ready.wait_for_siblings(update.writers[0].manifest, limit_s)
-        sources = self._ready.sources(update.writers)
-        self._ready.check_complete(sources, engine)
-        self._ready.agree_on_shadow(engine)
-        if update.copy:
-            check_precision(sources, traced.layout)
-        device = self.model.device
-        self._session = ReaderSession(
-            key,
-            self._member.info,
-            engine.workers,
-            update.writers,
-            sources,
-            traced,
-            device,
-            self._client,
-            self.config,
-            deadline,
-        )
-        return self._session
 
     def finish(self) -> None:
         """After ``receive``: let the engine finish its post-load steps, then report to the meta server.
@@ -427,36 +285,18 @@ class WeightReader:
             self.model.abort()
             return
         try:
-            self._swap(attempt)
-            begun = time.perf_counter()
-            self.model.finish()
+            self._reception.make_live(attempt)
         except Exception as error:
             self.model.abort()
             self._fail(attempt, error)
             if not self.controlled:
                 raise
             return
-        attempt.figures["post_load_s"] = time.perf_counter() - begun
-        self._committed = attempt.verified
-        self.ownership.received()
-        if self._session is not None and self._session.passing:
-            self._close_session()
         self._report(attempt)
         if self.controlled:
             self.version = attempt.version
         else:
             self._wait_for_outcome(attempt.version)
-
-    def _swap(self, attempt: Attempt) -> None:
-        """Make what lies in the second buffer live; nothing to do for what was received in place."""
-        shadow, traced = self._ready.shadow, self.traced
-        if shadow is None or traced is None or attempt.pieces is None:
-            return
-        begun = time.perf_counter()
-        live = self._begin()
-        shadow.copy_to(live, attempt.pieces)
-        write_constants(traced, live)
-        attempt.figures["swap_s"] = time.perf_counter() - begun
 
     def _report(self, attempt: Attempt) -> None:
         incarnation = self._member.incarnation
@@ -491,7 +331,7 @@ class WeightReader:
         if isinstance(error, SyncTimeout):
             attempt.failure += f" (version {attempt.version}, {attempt.progress.nbytes} bytes received)"
             stacks.dump(attempt.failure)
-        self._close_session()
+        self._connection.close()
         try:
             self._client.report_worker(
                 self._member.incarnation,
@@ -503,27 +343,12 @@ class WeightReader:
         except AwexError as report_error:
             logger.error("awex: the meta server could not be told: %s", report_error)
 
-    def _close_session(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
-
     def close(self) -> None:
         """Leave the job."""
         if self._attempt is not None:
             self._attempt.deadline.expire()
         if self._prefetching is not None:
             self._prefetching.join(_ABANDONED_S)
-        self._close_session()
-        if self._lending is not None:
-            self._lending.join(_LENDING_S)
+        self._connection.close()
+        self._lending.close()
         self._member.leave()
-
-
-def write_constants(traced: TracedModel, memory: Memory) -> None:
-    """Padding that the engine's own loader fills; an engine that started on dummy weights has noise there."""
-    for constant in traced.layout.constants:
-        dtype = getattr(torch, constant.dtype)
-        view = memory.view(constant.buffer, constant.offset, constant.extent, constant.stride, dtype)
-        value = torch.frombuffer(bytearray(constant.value), dtype=dtype)
-        view.copy_(value.to(view.device).reshape(()))

@@ -19,11 +19,11 @@ import torch
 from awex_core import stacks
 from awex_core.errors import MetaServerError, SyncTimeout
 from awex_core.layout.live import Memory
-from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import EngineSync, EngineView, JobView, Resend, SyncView
 from awex_core.plan import CopyProgram, SourceIndex, index_sources
-from awex_core.settings.config import SyncConfig
-from awex_core.sync.session import LayoutCache, SessionKey, WriterSession, has_traced, sources_of
+from awex_core.sync.context import LayoutCache, SyncContext
+from awex_core.sync.exchange import SessionKey, sources_of
+from awex_core.sync.session import Members, WriterSession, has_traced
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.verify.lanes import Lanes, digest_plan, pack_lanes, partial_digest
 from awex_core.version import Version
@@ -118,10 +118,9 @@ class _Requests:
 class Server:
     """One trainer rank's ends towards all engines."""
 
-    def __init__(self, rank: int, incarnation: str, client: MetaClient, config: SyncConfig) -> None:
-        self.rank, self.incarnation, self.client, self._config = rank, incarnation, client, config
-        self._layouts = LayoutCache(client)
-        self.digests = DigestPrograms(self._layouts, rank)
+    def __init__(self, rank: int, incarnation: str, context: SyncContext) -> None:
+        self.rank, self.incarnation, self.client, self._context = rank, incarnation, context.client, context
+        self.digests = DigestPrograms(context.layouts, rank)
         self._sources: tuple[list[str], SourceIndex] | None = None
         self._sessions: dict[str, WriterSession] = {}
 
@@ -131,7 +130,7 @@ class Server:
             self.drop(engine)
         names = [writer.layout for writer in view.writers]
         if self._sources is None or self._sources[0] != names:
-            self._sources = names, index_sources([self._layouts.get(name) for name in names])
+            self._sources = names, index_sources([self._context.layouts.get(name) for name in names])
         return ServedVersion(self, view, sync, self._sources[1], memory)
 
     def session(
@@ -146,18 +145,8 @@ class Server:
         ready = self._wait_for_workers(engine, sync.version, deadline)
         if ready is None:
             return None
-        session = self._sessions[engine] = WriterSession(
-            key,
-            self.rank,
-            view.writers,
-            ready.workers,
-            sources,
-            self._layouts,
-            memory,
-            self.client,
-            self._config,
-            deadline,
-        )
+        members = Members(key, view.writers, ready.workers, sources)
+        session = self._sessions[engine] = WriterSession.open(members, self.rank, memory, self._context, deadline)
         return session
 
     def _wait_for_workers(self, engine: str, version: Version, deadline: Deadline) -> EngineView | None:

@@ -13,16 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import torch
 
 from awex_core.errors import ConfigError, PlanError, TransferError
-from awex_core.layout.layout import CanonicalTensor, Layout, content_hash
+from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
-from awex_core.layout.wire import decode_layout
-from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import EngineView, Resend, WorkerInfo, WriterInfo
 from awex_core.plan import (
     CopyProgram,
@@ -35,68 +33,15 @@ from awex_core.plan import (
     take_tensors,
     unused_tensors,
 )
-from awex_core.settings.config import SyncConfig
+from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import TracedModel
+from awex_core.sync.exchange import Accept, SessionExchange, SessionKey, read_accept
 from awex_core.sync.pairing import choose_transport, distance
 from awex_core.transfer.base import Deadline, Programs, Progress, Receiver, Sender
 from awex_core.transfer.registry import installed, transports
 from awex_core.transfer.settings import AUTO
-from awex_core.transfer.transport import End, Transport, read_value
+from awex_core.transfer.transport import End, Transport
 from awex_core.verify.lanes import in_lanes
-
-_POLL_S = 5.0
-
-
-class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker's word that it has planned: per writer rank, what it expects and how it will get it.
-
-    The engine's settings decide. All members of both sides take part in a collective transport that one pair uses.
-    """
-
-    fingerprints: dict[int, str]
-    transports: dict[int, str]
-    """Empty for a rank that has nothing for this worker."""
-    bucket_nbytes: Annotated[int, msgspec.Meta(ge=1)]
-    always: list[str] = []
-    """Tensors that come with every update, partial ones too."""
-
-
-@dataclass(frozen=True)
-class SessionKey:
-    """Names a session, and every value its two ends leave for each other."""
-
-    epoch: int
-    engine: str
-    generation: int
-    copy: str = ""
-    """Which copy it belongs to, when the other end is not the trainer."""
-    sources: str = ""
-    """Which memory the writers publish from (``sources_of``): where they have moved to, it takes another session."""
-
-    def path(self, *parts: object) -> str:
-        """A key of the meta server's small values."""
-        particular = [each for each in (self.copy, self.sources) if each]
-        whose = (self.epoch, self.engine, self.generation, *particular)
-        return "/".join(map(str, (parts[0], *whose, *parts[1:])))
-
-
-def sources_of(writers: Sequence[WriterInfo]) -> str:
-    """What tells the memory that some writers publish from, all together, from any that they used before."""
-    return content_hash("\n".join(f"{w.layout} {sorted(w.endpoints.items())} {w.moved}" for w in writers).encode())
-
-
-class LayoutCache:
-    """Layouts by hash, fetched once."""
-
-    def __init__(self, client: MetaClient) -> None:
-        self._client = client
-        self._layouts: dict[str, Layout] = {}
-
-    def get(self, name: str) -> Layout:
-        """The layout with this hash."""
-        if name not in self._layouts:
-            self._layouts[name] = decode_layout(self._client.get_blob(name))
-        return self._layouts[name]
 
 
 def has_traced(manifest: str, engine: EngineView, world: int) -> bool:
@@ -110,29 +55,6 @@ def refusals(manifest: str, engine: EngineView) -> list[str]:
     """Why workers of an engine cannot receive a model."""
     said = [worker.reason for worker in engine.workers if worker.reason and worker.manifest == manifest]
     return list(dict.fromkeys(said))  # workers mostly refuse for the same reason; say it once
-
-
-def wait_for_value(client: MetaClient, session: SessionKey, key: str, what: str, deadline: Deadline) -> bytes:
-    """A small value that another member of a session leaves.
-
-    Raises:
-        SyncTimeout: at the deadline; names ``what``.
-        TransferError: the session is over: its engine failed the version, or another trainer has come.
-    """
-    while True:
-        value = client.get(key, wait_s=min(deadline.remaining(what), _POLL_S))
-        if value is not None:
-            return value
-        check_going_on(client, session, what)
-
-
-def check_going_on(client: MetaClient, session: SessionKey, what: str) -> None:
-    """Raise ``TransferError`` if a session is over: its engine failed the version, or another trainer has come."""
-    view = client.watch()
-    engine = view.engines.get(session.engine)
-    other_epoch = view.epoch != session.epoch and not session.copy
-    if other_epoch or engine is None or engine.generation != session.generation:
-        raise TransferError(f"engine {session.engine}: the version ended while waiting for {what}")
 
 
 def plan_for_worker(
@@ -201,73 +123,63 @@ class _Pairs:
         return self._grouped({peer: take_tensors(self._programs[peer], some) for peer, some in chosen.items()})
 
 
-class WriterSession:
-    """One writer rank's end towards one engine."""
+@dataclass(frozen=True)
+class Members:
+    """Who takes part in a session, and what the writers hold: the same at every end."""
 
-    def __init__(
-        self,
-        key: SessionKey,
-        rank: int,
-        writers: Sequence[WriterInfo],
-        workers: Sequence[WorkerInfo],
-        sources: SourceIndex,
-        layouts: LayoutCache,
-        memory: Memory,
-        client: MetaClient,
-        config: SyncConfig,
-        deadline: Deadline,
-    ) -> None:
+    key: SessionKey
+    writers: Sequence[WriterInfo]
+    workers: Sequence[WorkerInfo]
+    sources: SourceIndex
+
+
+class WriterSession:
+    """One writer rank's end towards one engine; made by ``open``."""
+
+    def __init__(self, key: SessionKey, rank: int, memory: Memory, pairs: _Pairs) -> None:
+        self.key, self.rank, self.memory, self._pairs = key, rank, memory, pairs
+        self._senders: dict[str, Sender] = {}
+
+    @classmethod
+    def open(
+        cls, members: Members, rank: int, memory: Memory, context: SyncContext, deadline: Deadline
+    ) -> WriterSession:
         """Plan, compare with every worker, connect. Blocks until the workers have planned, up to the deadline.
 
         Raises:
             PlanError: the layouts do not fit, or a worker planned something else.
             SyncTimeout: a worker did not answer in time; named.
         """
-        self.key, self.rank, self.memory = key, rank, memory
-        begun = time.perf_counter()
-        destinations = [layouts.get(worker.layout) for worker in workers]
+        workers = members.workers
+        layouts = [context.layouts.get(worker.layout) for worker in workers]
         tables = {
-            worker.rank: plan_for_worker(sources, layout, worker, writers).from_rank(rank)
-            for worker, layout in zip(workers, destinations, strict=True)
+            worker.rank: plan_for_worker(members.sources, layout, worker, members.writers).from_rank(rank)
+            for worker, layout in zip(workers, layouts, strict=True)
         }
-        programs = {peer: lower_copies(table, sources, rank) for peer, table in tables.items()}
-        self.plan_s = time.perf_counter() - begun
-        accepts = {worker.rank: self._accepted(client, worker, deadline) for worker in workers}
+        programs = {peer: lower_copies(table, members.sources, rank) for peer, table in tables.items()}
+        accepts = {each.rank: read_accept(context.client, members.key, each, deadline) for each in workers}
         for peer, accept in accepts.items():
-            differ = accept.fingerprints.get(rank, "") != tables[peer].fingerprint()
-            if differ or (len(programs[peer]) and not accept.transports[rank]):
-                raise PlanError(
-                    f"writer rank {rank} and worker {peer} of engine {key.engine} planned different copies",
-                    ["install the same release of awex-plugins on both sides"],
-                )
-        self._pairs = _Pairs(
+            _check_agreed(members.key.engine, rank, peer, accept, tables[peer], len(programs[peer]))
+        pairs = _Pairs(
             programs,
             {peer: accept.transports[rank] for peer, accept in accepts.items()},
-            {worker.rank: layout.tensors for worker, layout in zip(workers, destinations, strict=True)},
+            {worker.rank: layout.tensors for worker, layout in zip(workers, layouts, strict=True)},
             {peer: accept.always for peer, accept in accepts.items()},
         )
-        self._senders: dict[str, Sender] = {}
-        members = _Members(key, rank, writers, workers, self._device(workers), list(accepts.values()), client, deadline)
+        session = cls(members.key, rank, memory, pairs)
+        device = _device_of(memory, workers)
+        session._connect(_Opening(members, rank, device, list(accepts.values()), context, deadline))
+        return session
+
+    def _connect(self, opening: _Opening) -> None:
         try:
-            for transport, end in members.ends(self._pairs.all, config):
+            for transport, end in opening.ends(self._pairs.all):
                 sender = transport.open_sender(end)
                 if sender is not None:
                     self._senders[transport.name] = sender
         except BaseException:
             self.close()
             raise
-
-    def _accepted(self, client: MetaClient, worker: WorkerInfo, deadline: Deadline) -> Accept:
-        accept = read_accept(client, self.key, worker, deadline)
-        if self.rank not in accept.transports:
-            raise TransferError(f"worker {worker.rank} of engine {worker.engine} plans without writer rank {self.rank}")
-        return accept
-
-    def _device(self, workers: Sequence[WorkerInfo]) -> torch.device:
-        """Where this rank's weights lie; if it has none, the kind of device that the others use."""
-        if self.memory.buffers:
-            return self.memory.buffers[0].device
-        return torch.device("cpu" if workers[0].process.device == "cpu" else "cuda")
 
     def send(self, progress: Progress, deadline: Deadline, only: Sequence[str] = ()) -> None:
         """Serve one version to every worker of the engine; of a partial update, the tensors that match ``only``."""
@@ -295,68 +207,96 @@ class WriterSession:
             sender.close()
 
 
+def _check_agreed(engine: str, rank: int, peer: int, accept: Accept, table: CopyTable, copies: int) -> None:
+    """Make sure that a worker has planned what this writer rank has planned for it.
+
+    Raises:
+        PlanError: it has not.
+        TransferError: it has planned without this rank.
+    """
+    if rank not in accept.transports:
+        raise TransferError(f"worker {peer} of engine {engine} plans without writer rank {rank}")
+    differ = accept.fingerprints.get(rank, "") != table.fingerprint()
+    if differ or (copies and not accept.transports[rank]):
+        raise PlanError(
+            f"writer rank {rank} and worker {peer} of engine {engine} planned different copies",
+            ["install the same release of awex-plugins on both sides"],
+        )
+
+
+def _device_of(memory: Memory, workers: Sequence[WorkerInfo]) -> torch.device:
+    """Where a rank's weights lie; if it has none, the kind of device that the others use."""
+    if memory.buffers:
+        return memory.buffers[0].device
+    return torch.device("cpu" if workers[0].process.device == "cpu" else "cuda")
+
+
 class ReaderSession:
-    """One worker's end towards all writer ranks."""
+    """One worker's end towards all writer ranks; made by ``open``."""
 
     def __init__(
         self,
-        key: SessionKey,
+        members: Members,
         worker: WorkerInfo,
-        workers: Sequence[WorkerInfo],
-        writers: Sequence[WriterInfo],
-        sources: SourceIndex,
+        pairs: _Pairs,
+        accepted: Mapping[str, dict[int, Any]],
+        plan_s: float,
+    ) -> None:
+        """``accepted`` is what each transport needs of the writers that it reaches."""
+        self.key, self.worker, self._pairs, self._accepted = members.key, worker, pairs, accepted
+        self.plan_s = plan_s
+        self._ranks = [writer.rank for writer in members.writers]
+        self._stays = all(writer.stays for writer in members.writers)
+        self._receivers: dict[str, Receiver] = {}
+
+    @classmethod
+    def open(
+        cls,
+        members: Members,
+        worker: WorkerInfo,
         traced: TracedModel,
         device: torch.device,
-        client: MetaClient,
-        config: SyncConfig,
+        context: SyncContext,
         deadline: Deadline,
-    ) -> None:
+    ) -> ReaderSession:
         """Plan, tell the writers, connect.
 
         Raises:
             PlanError: the layouts do not fit together.
             SyncTimeout: a writer did not offer its end in time; named.
         """
-        self.key, self.worker, self.sources = key, worker, sources
-        self._stays = all(writer.stays for writer in writers)
         begun = time.perf_counter()
         layout, always = traced.layout, traced.staged_tensors
-        table = plan_for_worker(sources, layout, worker, writers)
-        ranks = range(len(writers))
-        self.programs = {rank: lower_copies(table, sources, rank) for rank in ranks}
-        self.plan_s = time.perf_counter() - begun
-        self.nbytes = int(table.nbytes.sum())
-        self._accepted: dict[str, dict[int, Any]] = {}
-        """What each transport needs of the writers that it reaches."""
-        chosen = self._choose(writers, device, client, config)
-        self._pairs = _Pairs(self.programs, chosen, dict.fromkeys(ranks, layout.tensors), dict.fromkeys(ranks, always))
+        table = plan_for_worker(members.sources, layout, worker, members.writers)
+        ranks = range(len(members.writers))
+        programs = {rank: lower_copies(table, members.sources, rank) for rank in ranks}
+        plan_s = time.perf_counter() - begun
+        needed = [writer for writer in members.writers if len(programs[writer.rank])]
+        reached = {writer.rank: _choose(writer, worker, device, context) for writer in needed}
+        chosen = {rank: reached[rank][0] if rank in reached else "" for rank in ranks}
+        pairs = _Pairs(programs, chosen, dict.fromkeys(ranks, layout.tensors), dict.fromkeys(ranks, always))
         fingerprints = {rank: table.from_rank(rank).fingerprint() for rank in ranks}
-        accept = Accept(fingerprints, chosen, config.bucket_nbytes, always)
-        client.put(key.path("accept", worker.rank), msgspec.msgpack.encode(accept))
-        others = [each for each in workers if each.rank != worker.rank]
-        accepts = [accept, *(read_accept(client, key, each, deadline) for each in others)]
-        self._receivers: dict[str, Receiver] = {}
-        members = _Members(key, worker.rank, writers, workers, device, accepts, client, deadline)
+        accept = Accept(fingerprints, chosen, context.config.bucket_nbytes, always)
+        context.client.put(members.key.path("accept", worker.rank), msgspec.msgpack.encode(accept))
+        others = [each for each in members.workers if each.rank != worker.rank]
+        accepts = [accept, *(read_accept(context.client, members.key, each, deadline) for each in others)]
+        session = cls(members, worker, pairs, _by_transport(reached), plan_s)
+        session._connect(_Opening(members, worker.rank, device, accepts, context, deadline))
+        return session
+
+    def _connect(self, opening: _Opening) -> None:
         try:
-            for transport, end in members.ends(self._pairs.all, config):
+            for transport, end in opening.ends(self._pairs.all):
                 accepted = self._accepted.get(transport.name, {})
                 self._receivers[transport.name] = transport.open_receiver(end, accepted)
         except BaseException:
             self.close()
             raise
 
-    def _choose(
-        self, writers: Sequence[WriterInfo], device: torch.device, client: MetaClient, config: SyncConfig
-    ) -> dict[int, str]:
-        """The transport of each writer rank, by name; empty for one that has nothing for this worker."""
-        chosen = dict.fromkeys((writer.rank for writer in writers), "")
-        for writer in writers:
-            if len(self.programs[writer.rank]):
-                process, wanted = self.worker.process, config.transport
-                name, accepted = choose_transport(writer, process, wanted, device, client.get_blob)
-                chosen[writer.rank] = name
-                self._accepted.setdefault(name, {})[writer.rank] = accepted
-        return chosen
+    @property
+    def writers(self) -> int:
+        """How many ranks send to it."""
+        return len(self._ranks)
 
     def select(self, only: Sequence[str]) -> None:
         """Work out beforehand what ``receive`` will pull of a partial update; kept until another selection."""
@@ -380,7 +320,7 @@ class ReaderSession:
 
     def receive_again(self, memory: Memory, progress: Progress, deadline: Deadline, lanes: Collection[int]) -> None:
         """Fill the tensors of some lanes of the digest once more; unless ``one_sided``, the writers must know."""
-        for name, programs in self._pairs.again(dict.fromkeys(self.programs, lanes)).items():
+        for name, programs in self._pairs.again(dict.fromkeys(self._ranks, lanes)).items():
             self._receivers[name].receive(programs, memory, progress, deadline)
 
     @property
@@ -399,32 +339,43 @@ class ReaderSession:
             receiver.close()
 
 
-@dataclass(frozen=True)
-class _Members:
-    """Who takes part in a session, and what the workers have chosen: the same at every end."""
+def _choose(writer: WriterInfo, worker: WorkerInfo, device: torch.device, context: SyncContext) -> tuple[str, Any]:
+    """The transport that reaches a writer rank's memory, by name, and what it accepted of it."""
+    return choose_transport(writer, worker.process, context.config.transport, device, context.client.get_blob)
 
-    key: SessionKey
+
+def _by_transport(reached: Mapping[int, tuple[str, Any]]) -> dict[str, dict[int, Any]]:
+    found: dict[str, dict[int, Any]] = {}
+    for rank, (name, accepted) in reached.items():
+        found.setdefault(name, {})[rank] = accepted
+    return found
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """All that is known at one end when its transports connect: who, where, and what the workers have chosen."""
+
+    members: Members
     rank: int
     """Of this end."""
-    writers: Sequence[WriterInfo]
-    workers: Sequence[WorkerInfo]
     device: torch.device
     accepts: Sequence[Accept]
-    client: MetaClient
+    context: SyncContext
     deadline: Deadline
 
-    def ends(self, programs: Mapping[str, Programs], config: SyncConfig) -> list[tuple[Transport, End]]:
+    def ends(self, programs: Mapping[str, Programs]) -> list[tuple[Transport, End]]:
         """This rank's ends, in the order in which every member opens its own; ``programs`` by transport.
 
         Raises:
             ConfigError: one is not installed here, or is not the one that was asked for.
         """
+        engine, wanted = self.members.key.engine, self.context.config.transport
         names = {name for accept in self.accepts for name in accept.transports.values()} - {""}
-        used = installed(names, f"engine {self.key.engine}")
-        others = [transport.name for transport in used if config.transport not in (AUTO, transport.setting)]
+        used = installed(names, f"engine {engine}")
+        others = [transport.name for transport in used if wanted not in (AUTO, transport.setting)]
         if others:
             raise ConfigError(
-                f"transport {config.transport!r} is asked for here, but engine {self.key.engine} uses "
+                f"transport {wanted!r} is asked for here, but engine {engine} uses "
                 f"{', '.join(map(repr, others))}; set the same AWEX_TRANSPORT on both sides"
             )
         mine = [transport for transport in used if transport.collective or programs.get(transport.name)]
@@ -433,38 +384,11 @@ class _Members:
     def _end(self, programs: Programs) -> End:
         return End(
             rank=self.rank,
-            writers=self.writers,
-            workers=self.workers,
+            writers=self.members.writers,
+            workers=self.members.workers,
             programs=programs,
             device=self.device,
             bucket_nbytes=min(accept.bucket_nbytes for accept in self.accepts),
-            exchange=SessionExchange(self.client, self.key),
+            exchange=SessionExchange(self.context.client, self.members.key),
             deadline=self.deadline,
         )
-
-
-def read_accept(client: MetaClient, session: SessionKey, worker: WorkerInfo, deadline: Deadline) -> Accept:
-    """What a worker has planned, once it has."""
-    who = f"worker {worker.rank} of engine {worker.engine}"
-    value = wait_for_value(client, session, session.path("accept", worker.rank), f"{who} to plan", deadline)
-    return read_value(value, Accept, who)
-
-
-@dataclass(frozen=True)
-class SessionExchange:
-    """``Exchange`` through the meta server."""
-
-    client: MetaClient
-    session: SessionKey
-
-    def put(self, name: str, value: bytes) -> None:
-        """See ``Exchange.put``."""
-        self.client.put(self.session.path(name), value)
-
-    def get(self, name: str, what: str, deadline: Deadline) -> bytes:
-        """See ``Exchange.get``."""
-        return wait_for_value(self.client, self.session, self.session.path(name), what, deadline)
-
-    def check_going_on(self, what: str) -> None:
-        """See ``Exchange.check_going_on``."""
-        check_going_on(self.client, self.session, what)

@@ -32,11 +32,12 @@ from awex_core.verify.lanes import (
     unpack_lanes,
     verified_tensors,
 )
+from awex_core.version import Version
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verification:
     """One worker's."""
 
@@ -44,6 +45,8 @@ class Verification:
     member: Membership
     ready: Preparation
     ownership: Ownership
+    committed: Verified | None = None
+    """What live memory was when it was last committed, as far as it was verified."""
 
     def verify(
         self, sync: SyncView, attempt: Attempt, traced: TracedModel, session: ReaderSession, memory: Memory
@@ -56,7 +59,7 @@ class Verification:
         tensors, damaged = traced.layout.tensors, attempt.progress.damaged
         mode: VerifyMode = msgspec.convert(sync.verify, VerifyMode)
         only = verified_tensors(tensors, mode, sync.version.number)
-        expected = empty_lanes() if mode == "off" else self._expected(attempt, len(session.programs))
+        expected = empty_lanes() if mode == "off" else self._expected(attempt, session.writers)
         wrong = self._differing(attempt, traced, memory, expected, only)
         suspects = wrong | lanes_of(itertools.chain(*(damage.tensors for damage in damaged)), len(tensors))
         if suspects:
@@ -95,14 +98,14 @@ class Verification:
             raise TransferError("this worker has not traced its model")
         return digest_program(held, traced.layout.tensors, self.model.lend(), "dst", only=only)
 
-    def prove_held(self, committed: Verified) -> None:
-        """Make sure that what lies in live memory is what was committed, as far as that was verified.
+    def prove_held(self, version: Version) -> None:
+        """Make sure that what lies in live memory is what was committed as ``version``, as far as that was verified.
 
         Raises:
             VerifyError: it is something else by now; names the tensors.
         """
-        traced, info = self.ready.traced, self.member.info
-        if traced is None:
+        traced, info, committed = self.ready.traced, self.member.info, self.committed
+        if traced is None or committed is None or committed.version != version:
             return
         tensors = traced.layout.tensors
         wrong = differing_lanes(committed.lanes, self._digest_live(traced, committed.only))

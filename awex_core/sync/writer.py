@@ -23,12 +23,13 @@ from awex_core.errors import (
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Held, Memory, check_memory
 from awex_core.layout.wire import encode_layout, encode_manifest
-from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.meta.client import LeaseKeeper
 from awex_core.meta.messages import JobView, JoinReply, Process, SyncView, WriterInfo
 from awex_core.modes import VerifyMode, mode_of_version
 from awex_core.plan import check_patterns
 from awex_core.settings.config import SyncConfig, check_choice
 from awex_core.sync.alone import Alone
+from awex_core.sync.context import SyncContext
 from awex_core.sync.process import NO_MEMORY, device_name, this_process
 from awex_core.sync.result import PendingSync, SyncResult
 from awex_core.sync.serving import Server
@@ -110,7 +111,8 @@ class WeightWriter:
         self.rank, self.world, self.run = rank, world, run
         stacks.enable()
         tidy()
-        self._client = MetaClient.of(config)
+        context = SyncContext.of(config)
+        self._client = context.client
         self._process: Process = this_process(config, _device_of(memory))
         self._offer = _Offer(layout, Exports(memory))
         self._known: _Offer | None = None
@@ -119,7 +121,7 @@ class WeightWriter:
         self._leases = LeaseKeeper(self._client, self._join().lease_s, lambda _: self._join())
         self._leases.add(self._process.incarnation)
         self._wait_for_run()
-        self._server = Server(rank, self._process.incarnation, self._client, config)
+        self._server = Server(rank, self._process.incarnation, context)
         self._values = ValueCheck(config.nonfinite, rank)
         self._pending: PendingSync | None = None
         self._base = _Base(why="it is the first version that this trainer publishes")

@@ -197,7 +197,7 @@ class FakeEngine:
         await self._each(WeightReader.prepare)
 
     def _join(self, rank: int) -> WeightReader:
-        return WeightReader(
+        return WeightReader.join(
             self.models[rank],
             engine=self.name,
             rank=rank,

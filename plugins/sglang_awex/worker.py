@@ -136,7 +136,7 @@ class Worker:
     def _join(self) -> WeightReader:
         options, runner = EngineOptions.from_env(), compat.target_runner(self._manager)
         model = SglangWorkerModel(runner, lambda: why_unsupported(self._manager, runner.model))
-        return WeightReader(
+        return WeightReader.join(
             model,
             engine=options.engine,
             rank=compat.worker_rank(self._manager),

@@ -66,7 +66,7 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
         options = EngineOptions.from_env()
         parallel: Any = self.parallel_config
         world = options.workers or parallel.world_size * parallel.data_parallel_size
-        return WeightReader(
+        return WeightReader.join(
             VllmWorkerModel(
                 self.model,
                 self.vllm_config,

@@ -75,8 +75,8 @@ def install() -> None:
     _before(joins, "join_writer", lambda _, info: reach("trainer", "", info.rank, "join"))
     _before(joins, "join_worker", lambda _, info, **more: reach("worker", info.engine, info.rank, "join"))
     _before(joins, "join_controller", lambda _, engine, *rest, **more: reach("controller", engine, 0, "join"))
-    _before(session.WriterSession, "__init__", lambda _, key, rank, *rest: reach("trainer", "", rank, "plan"))
-    _before(session.ReaderSession, "__init__", lambda _, key, worker, *rest: _of_worker(worker, "plan"))
+    _before(session.WriterSession, "open", lambda members, rank, *rest: reach("trainer", "", rank, "plan"))
+    _before(session.ReaderSession, "open", lambda members, worker, *rest: _of_worker(worker, "plan"))
     _before(controller.EngineController, "_connect", lambda self, *rest: _of_controller(self, "plan"))
     _before(session.ReaderSession, "receive", _watch_progress)
     _replace_reason(shm)
@@ -92,7 +92,8 @@ def install() -> None:
 
 
 def _before(owner: Any, name: str, act: Callable[..., object]) -> None:
-    static = isinstance(owner.__dict__[name], staticmethod)
+    """Have ``act`` called before a function or method, with its arguments; without the class of a class method."""
+    bound = isinstance(owner.__dict__[name], staticmethod | classmethod)
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -100,7 +101,7 @@ def _before(owner: Any, name: str, act: Callable[..., object]) -> None:
         act(*args, **kwargs)
         return original(*args, **kwargs)
 
-    setattr(owner, name, staticmethod(wrapper) if static else wrapper)
+    setattr(owner, name, staticmethod(wrapper) if bound else wrapper)
 
 
 def _replace_reason(shm: Any) -> None:

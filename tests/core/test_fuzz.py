@@ -43,7 +43,7 @@ from awex_core.meta.machine import Begin, Entry, Machine
 from awex_core.settings.config import SyncConfig
 from awex_core.settings.options import EngineOptions
 from awex_core.settings.token import find_token
-from awex_core.sync.session import Accept
+from awex_core.sync.exchange import Accept
 from awex_core.trace import cache
 from awex_core.transfer.group import GroupMeeting
 from awex_core.transfer.ipc import IpcEndpoint, IpcHandle

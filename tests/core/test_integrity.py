@@ -325,16 +325,16 @@ def test_a_copy_from_another_engine(
 @pytest.fixture
 def planning(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.local]:
     """``planning.reader``: this thread plans for a worker."""
-    here, original = threading.local(), ReaderSession.__init__
+    here, original = threading.local(), ReaderSession.open
 
-    def init(self: ReaderSession, *given: Any) -> None:
+    def opened(*given: Any) -> ReaderSession:
         here.reader = True
         try:
-            original(self, *given)
+            return original(*given)
         finally:
             here.reader = False
 
-    monkeypatch.setattr(ReaderSession, "__init__", init)
+    monkeypatch.setattr(ReaderSession, "open", opened)
     yield here
 
 
@@ -366,18 +366,19 @@ def test_a_bit_in_the_plan_before_it_is_compared(
 
 def spoil_plan(monkeypatch: pytest.MonkeyPatch, end: Any, column: str, tensor: str, bit: int) -> None:
     """Flip a bit of one descriptor between rank 0 and worker 0, at one end, once both have compared their plans."""
-    original = end.__init__
+    original = end.open
 
-    def init(self: Any, *given: Any) -> None:
-        original(self, *given)
-        pair = (0, self.worker.rank) if end is ReaderSession else (self.rank, 0)
+    def opened(*given: Any) -> Any:
+        session = original(*given)
+        pair = (0, session.worker.rank) if end is ReaderSession else (session.rank, 0)
         if pair == (0, 0):
-            for programs in self._pairs.all.values():
-                program, names = programs[0], [spec.name for spec in self._pairs._tensors[0]]
+            for programs in session._pairs.all.values():
+                program, names = programs[0], [spec.name for spec in session._pairs._tensors[0]]
                 hit = program.tensor == names.index(f"model.{tensor}.weight")
                 getattr(program, column)[hit.argmax()] ^= bit
+        return session
 
-    monkeypatch.setattr(end, "__init__", init)
+    monkeypatch.setattr(end, "open", opened)
 
 
 @pytest.mark.parametrize(

@@ -100,15 +100,15 @@ def test_memory_that_does_not_stay_is_not_kept_mapped(
     engine = loop.engine("e", 1, config)
     trainer = make_trainer()
     trainer.write(1)
-    assert engine.readers[0]._session is not None
+    assert engine.readers[0]._connection.session is not None
     move(trainer, 0)
     for number in (2, 3):
         trainer.write(number)
         eventually(lambda: serves(engine) == Version(1, number))
-        assert engine.readers[0]._session is None and holds(engine, trainer.weights)
+        assert engine.readers[0]._connection.session is None and holds(engine, trainer.weights)
     for pending in publish_and_go_on(trainer, 4):
         pending.result()
-    assert engine.readers[0]._session is not None, "the copy stays"
+    assert engine.readers[0]._connection.session is not None, "the copy stays"
 
 
 def test_a_partial_update_of_weights_that_have_moved_is_partial_still(

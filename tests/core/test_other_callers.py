@@ -78,7 +78,7 @@ def test_reloaded_weights_are_not_lent(config: SyncConfig, loop: Loop, make_trai
     trainer.write(1)
     loop.run(engine.foreign("reload_weights", reload(engine)))
     late = loop.engine("late", 1, config)
-    eventually(lambda: late.readers != [] and late.readers[0].traced is not None)
+    eventually(lambda: late.readers != [] and late.readers[0]._ready.traced is not None)
     assert trainer.writers[0]._client.watch().copies == {} and late.controller.version == INITIAL
     assert set(trainer.write(2).committed) == {"e", "late"} and holds(late, trainer.weights)
 

@@ -61,7 +61,9 @@ def test_the_transport_of_the_page_moves_versions(
     for number in (1, 2):
         assert trainer.write(number).committed == ("e",)
         assert holds(engine, trainer.weights)
-    assert engine.readers[0]._session is not None and set(engine.readers[0]._session._receivers) == {"files"}
+    assert engine.readers[0]._connection.session is not None and set(
+        engine.readers[0]._connection.session._receivers
+    ) == {"files"}
     change(trainer, "model.up.weight")
     result = publish(trainer, 3, only=["model.up.weight"])
     assert result.figures["e"]["moved_nbytes"] == trainer.weights["model.up.weight"].numel() * 4

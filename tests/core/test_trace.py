@@ -17,7 +17,7 @@ from awex_core.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, flat_bytes
 from awex_core.layout.reshape import reshape_strided
 from awex_core.sync.engine import TracedModel
-from awex_core.sync.reader import write_constants
+from awex_core.sync.reception import write_constants
 from awex_core.trace.trace import Trace, trace_loader
 
 Weights = dict[str, torch.Tensor]

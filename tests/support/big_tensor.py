@@ -91,7 +91,7 @@ def writer(rank: int, world: int, rows: int, cols: int, config: SyncConfig) -> d
 def worker(rank: int, world: int, rows: int, cols: int, config: SyncConfig) -> dict[str, Callable[..., Any]]:
     """One worker without a controller; ``receive`` returns the growth of memory."""
     model = Columns(rank, world, rows, cols)
-    reader = WeightReader(model, engine="big", rank=rank, world=world, controlled=False, config=config)
+    reader = WeightReader.join(model, engine="big", rank=rank, world=world, controlled=False, config=config)
 
     def receive() -> int:
         def update() -> None:

@@ -18,7 +18,7 @@ from awex_core.layout.live import Memory, check_memory
 from awex_core.layout.wire import decode_layout, decode_manifest, encode_layout
 from awex_core.plan import SourceIndex, index_sources, lower_copies, plan_copies
 from awex_core.sync.engine import TracedModel, WorkerModel
-from awex_core.sync.reader import write_constants
+from awex_core.sync.reception import write_constants
 from awex_core.sync.session import check_complete
 from awex_core.transfer.views import descriptor_view
 from awex_core.verify.lanes import digest_plan, digest_program, sum_lanes

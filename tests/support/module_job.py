@@ -340,7 +340,7 @@ def serve(case: Case, folder: Path) -> None:
 
     def work(rank: int) -> None:
         worker = Worker(folder / "checkpoint", rank)
-        reader = WeightReader(worker, engine="engine", rank=rank, world=WORKERS, controlled=False, config=config)
+        reader = WeightReader.join(worker, engine="engine", rank=rank, world=WORKERS, controlled=False, config=config)
         end = time.monotonic() + PATIENCE_S
         while not reader.prepare():
             assert time.monotonic() < end, "no trainer came"

@@ -38,8 +38,9 @@ from awex_core.meta.limits import Limits
 from awex_core.meta.store import JobStore
 from awex_core.meta.sync import Sync
 from awex_core.sync.attempt import Update, find_update, going_on
+from awex_core.sync.exchange import SessionKey, sources_of
 from awex_core.sync.lender import copy_key
-from awex_core.sync.session import SessionKey, has_traced, sources_of
+from awex_core.sync.session import has_traced
 from awex_core.version import INITIAL, Version
 
 LEASE_S, LIMIT_S, CONNECT_S = 10.0, 30.0, 30.0

@@ -1,0 +1,39 @@
+"""What all parts of one member work with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from awex_core.layout.layout import Layout
+from awex_core.layout.wire import decode_layout
+from awex_core.meta.client import MetaClient
+from awex_core.settings.config import SyncConfig
+
+
+class LayoutCache:
+    """Layouts by hash, fetched once."""
+
+    def __init__(self, client: MetaClient) -> None:
+        self._client = client
+        self._layouts: dict[str, Layout] = {}
+
+    def get(self, name: str) -> Layout:
+        """The layout with this hash."""
+        if name not in self._layouts:
+            self._layouts[name] = decode_layout(self._client.get_blob(name))
+        return self._layouts[name]
+
+
+@dataclass(frozen=True)
+class SyncContext:
+    """The meta server's client, the settings, and the layouts that were fetched so far. Shared between threads."""
+
+    client: MetaClient
+    config: SyncConfig
+    layouts: LayoutCache
+
+    @classmethod
+    def of(cls, config: SyncConfig) -> SyncContext:
+        """For a member with these settings; connects to nothing yet."""
+        client = MetaClient.of(config)
+        return cls(client, config, LayoutCache(client))

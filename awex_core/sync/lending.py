@@ -1,0 +1,70 @@
+"""One worker's weights for other engines, one engine at a time. Requests keep running."""
+
+from __future__ import annotations
+
+import threading
+
+from awex_core.errors import TransferError
+from awex_core.sync.context import SyncContext
+from awex_core.sync.engine import WorkerModel
+from awex_core.sync.lender import Lender
+from awex_core.sync.membership import Membership
+from awex_core.sync.verification import Verification
+from awex_core.version import Version
+
+_LENDING_S = 5.0
+"""How long leaving the job waits for an engine that takes this worker's weights."""
+
+
+class Lending:
+    """What is lent now, if anything is."""
+
+    def __init__(
+        self, model: WorkerModel, member: Membership, verification: Verification, context: SyncContext
+    ) -> None:
+        self._model, self._member, self._verification, self._context = model, member, verification, context
+        self._lender: Lender | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, target: str, version: Version) -> None:
+        """Begin to serve ``version`` to another engine; returns at once.
+
+        Raises:
+            TransferError: it is lent to another engine now, or there are no weights that fit the checkpoint.
+        """
+        self._check_free()
+        self._lender = Lender(
+            target,
+            self._member.info,
+            self._model.lend(),
+            version,
+            self._context,
+            reading=self._verification.ownership.reading,
+            prove=lambda: self._verification.prove_held(version),
+        )
+        self._thread = threading.Thread(target=self._lender.run, name="awex-lender", daemon=True)
+        self._thread.start()
+
+    def _check_free(self) -> None:
+        info, ownership = self._member.info, self._verification.ownership
+        if self._thread is not None and self._thread.is_alive():
+            raise TransferError(f"worker {info.rank} of engine {info.engine} still lends to another engine")
+        traced = self._verification.ready.traced
+        if traced is None or traced.staged or ownership.state != "held":
+            reason = f": {ownership.reason}" if ownership.reason else ""
+            raise TransferError(f"worker {info.rank} of engine {info.engine} has nothing to lend{reason}")
+
+    def let_go(self) -> None:
+        """The weights are about to change: whoever still pulls them is to know."""
+        if self._lender is not None:
+            self._lender.let_go()
+
+    def stop(self) -> None:
+        """End what is being sent, soon."""
+        if self._lender is not None:
+            self._lender.stop()
+
+    def close(self) -> None:
+        """Wait for the engine that takes the weights now, for a while."""
+        if self._thread is not None:
+            self._thread.join(_LENDING_S)

@@ -1,0 +1,117 @@
+"""A version's bytes on their way into one worker: pulled, verified, and made live."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from awex_core.checkpoint.from_disk import load_checkpoint
+from awex_core.errors import ConfigError, TransferError
+from awex_core.layout.live import Memory
+from awex_core.sync.attempt import Attempt, going_on
+from awex_core.sync.connection import Connection
+from awex_core.sync.engine import TracedModel, WorkerModel
+from awex_core.sync.lending import Lending
+from awex_core.sync.membership import Membership
+from awex_core.sync.verification import Verification
+
+
+class Reception:
+    """Into one worker, which the arguments are parts of."""
+
+    def __init__(
+        self,
+        model: WorkerModel,
+        member: Membership,
+        connection: Connection,
+        verification: Verification,
+        lending: Lending,
+    ) -> None:
+        self._model, self._member, self._connection = model, member, connection
+        self._verification, self._lending = verification, lending
+        self._ready, self._ownership = verification.ready, verification.ownership
+
+    def receive(self, attempt: Attempt) -> None:
+        """Pull and verify a version that is connected: into the second buffer where there is one, else live memory.
+
+        Raises:
+            AwexError: what went wrong, naming the peer.
+        """
+        session, traced, shadow = self._connection.session, self._ready.traced, self._ready.shadow
+        if session is None or traced is None:
+            raise TransferError(f"version {attempt.version} was not connected; call connect first")
+        view = self._member.client.watch()
+        sync = going_on(view, self._member.info.engine, attempt.version, attempt.copy, "received")
+        session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
+        begun = time.perf_counter()
+        memory = shadow.memory if shadow is not None else self._begin()
+        session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
+        if shadow is None:
+            write_constants(traced, memory)
+        received = time.perf_counter()
+        verified = self._verification.verify(sync, attempt, traced, session, memory)
+        session.check_held(attempt.version.number)
+        if shadow is not None:
+            attempt.figures["shadow_nbytes"] = float(shadow.nbytes)
+        attempt.figures |= {
+            "verified_nbytes": float(verified),
+            "transfer_s": received - begun,
+            "verify_s": time.perf_counter() - received,
+            "moved_nbytes": float(attempt.progress.nbytes),
+            "staging_nbytes": float(attempt.progress.peak_staging),
+            "loader_path_nbytes": float(traced.loader_path_nbytes),
+        }
+
+    def make_live(self, attempt: Attempt) -> None:
+        """Copy what lies in the second buffer, if it came there, and let the engine finish its post-load steps."""
+        shadow, traced = self._ready.shadow, self._ready.traced
+        if shadow is not None and traced is not None and attempt.pieces is not None:
+            begun = time.perf_counter()
+            live = self._begin()
+            shadow.copy_to(live, attempt.pieces)
+            write_constants(traced, live)
+            attempt.figures["swap_s"] = time.perf_counter() - begun
+        begun = time.perf_counter()
+        self._model.finish()
+        attempt.figures["post_load_s"] = time.perf_counter() - begun
+        self._verification.committed = attempt.verified
+        self._ownership.received()
+        self._connection.end_version()
+
+    def load(self, checkpoint: str) -> None:
+        """Load a checkpoint from disk into the live weights.
+
+        Raises:
+            AwexError: there is none, or it is not the model that was traced.
+        """
+        traced = self._ready.traced
+        if not checkpoint or traced is None:
+            raise ConfigError("there is no checkpoint to repair from, or no trainer has told which tensors there are")
+        try:
+            memory = self._begin()
+            load_checkpoint(Path(checkpoint), traced.layout, memory)
+            write_constants(traced, memory)
+            self._model.finish()
+        except BaseException:
+            self._model.abort()
+            raise
+        self._ownership.received()
+
+    def _begin(self) -> Memory:
+        """The live memory, which changes from now on."""
+        self._lending.let_go()
+        if self._ownership.state == "released":
+            raise TransferError(f"the weights are not in memory: {self._ownership.reason}")
+        self._verification.committed = None
+        return self._model.begin()
+
+
+def write_constants(traced: TracedModel, memory: Memory) -> None:
+    """Padding that the engine's own loader fills; an engine that started on dummy weights has noise there."""
+    for constant in traced.layout.constants:
+        dtype = getattr(torch, constant.dtype)
+        view = memory.view(constant.buffer, constant.offset, constant.extent, constant.stride, dtype)
+        value = torch.frombuffer(bytearray(constant.value), dtype=dtype)
+        view.copy_(value.to(view.device).reshape(()))
