@@ -2,7 +2,7 @@
 
     messages   the types that travel, and nothing else does
     store      one job's state, as a pure state machine: what its parts below do to each other
-      members    seats, leases and fences            runs      the trainer's ranks
+      members    who is there: leases and fences   runs      the trainer's ranks
       engines    workers and elected controllers     versions  epochs, and what comes next
       sync       one version and its outcomes        values    blobs and keys
     server     the store over HTTP, behind a bearer token

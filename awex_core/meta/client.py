@@ -27,7 +27,7 @@ from awex_core.meta.addresses import split_addresses
 from awex_core.meta.messages import (
     TOKEN_REMEDY,
     Announce,
-    AskCopy,
+    AskCatchUp,
     EngineOutcome,
     EngineState,
     ErrorReply,
@@ -320,13 +320,13 @@ class MetaClient:
 
     # From engine to engine
 
-    def ask_copy(self, incarnation: str, *, timeout_s: float, verify: VerifyMode) -> None:
-        """Let this controller's engine take what another engine serves; it comes as a copy in the view.
+    def ask_catch_up(self, incarnation: str, *, timeout_s: float, verify: VerifyMode) -> None:
+        """Let this controller's engine take what another engine serves; it comes as a catch-up in the view.
 
         Raises:
             Refused: no engine is ahead or can lend, or the trainer is publishing; says why.
         """
-        self._post(AskCopy(incarnation=incarnation, timeout_s=timeout_s, verify=verify), Ok)
+        self._post(AskCatchUp(incarnation=incarnation, timeout_s=timeout_s, verify=verify), Ok)
 
     def lend(self, incarnation: str, target: str, info: WriterInfo) -> None:
         """This worker can be read by the engine ``target``."""

@@ -9,9 +9,9 @@ import msgspec
 
 from awex_core.errors import Refused
 from awex_core.meta.limits import MAX_REASON
-from awex_core.meta.members import AnySeat, Members, Seat, describe, where
+from awex_core.meta.members import AnyMember, Member, Members, describe, where
 from awex_core.meta.messages import EngineState, EngineView, JoinController, WeightsState, WorkerInfo
-from awex_core.meta.pulse import Pulse
+from awex_core.meta.revision import Revision
 from awex_core.version import INITIAL, Version
 
 LEASES_UNTIL_DROPPED = 10
@@ -25,8 +25,8 @@ class Engine:
     name: str
     world: int = 0
     controlled: bool = True
-    workers: dict[int, Seat[WorkerInfo]] = field(default_factory=dict)
-    controller: Seat[JoinController] | None = None
+    workers: dict[int, Member[WorkerInfo]] = field(default_factory=dict)
+    controller: Member[JoinController] | None = None
     said: EngineState = "ready"
     version: Version = INITIAL
     said_reason: str = ""
@@ -34,11 +34,11 @@ class Engine:
 
     @property
     def live(self) -> bool:
-        present = sum(not seat.gone for seat in self.workers.values())
+        present = sum(not member.gone for member in self.workers.values())
         return 0 < self.world == present and (not self.controlled or self.elected is not None)
 
     @property
-    def elected(self) -> Seat[JoinController] | None:
+    def elected(self) -> Member[JoinController] | None:
         return self.controller if self.controller is not None and not self.controller.gone else None
 
     @property
@@ -56,7 +56,7 @@ class Engine:
 
     def why(self, weights: WeightsState) -> str:
         """Which call of the engine's own put some worker's weights in this state; empty where none is."""
-        found = (seat.info for seat in self.workers.values() if not seat.gone and seat.info.weights == weights)
+        found = (member.info for member in self.workers.values() if not member.gone and member.info.weights == weights)
         return next((info.weights_reason or weights for info in found), "")
 
     @property
@@ -73,17 +73,17 @@ class Engine:
 
     def dropped_at(self, lease_s: float) -> float:
         """When this engine is forgotten: infinity while any of its members is there."""
-        seats: list[AnySeat] = [*self.workers.values()]
+        members: list[AnyMember] = [*self.workers.values()]
         if self.controller is not None:
-            seats.append(self.controller)
-        if any(not seat.gone for seat in seats):
+            members.append(self.controller)
+        if any(not member.gone for member in members):
             return math.inf
-        return max((seat.until for seat in seats), default=-math.inf) + LEASES_UNTIL_DROPPED * lease_s
+        return max((member.until for member in members), default=-math.inf) + LEASES_UNTIL_DROPPED * lease_s
 
     def view(self, now: float) -> EngineView:
         elected = self.elected
-        seats: list[AnySeat] = [*self.workers.values(), *([self.controller] if self.controller else [])]
-        gone = [now - seat.until for seat in seats if seat.gone]
+        members: list[AnyMember] = [*self.workers.values(), *([self.controller] if self.controller else [])]
+        gone = [now - member.until for member in members if member.gone]
         return EngineView(
             engine=self.name,
             state=self.state,
@@ -117,10 +117,10 @@ class SavedEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Engines:
     """All engines, by name."""
 
-    def __init__(self, members: Members, pulse: Pulse) -> None:
+    def __init__(self, members: Members, revision: Revision) -> None:
         self.by_name: dict[str, Engine] = {}
         self._members = members
-        self._pulse = pulse
+        self._revision = revision
 
     def named(self, name: str) -> Engine:
         """The engine of this name, which is new when nobody has named it before."""
@@ -130,21 +130,21 @@ class Engines:
 
     def controlled_by(self, incarnation: str) -> Engine:
         """The engine whose elected controller the caller is."""
-        seat = self._members.there(self._members.controllers, "controller", incarnation)
-        return self.by_name[seat.info.engine]
+        member = self._members.there(self._members.controllers, "controller", incarnation)
+        return self.by_name[member.info.engine]
 
-    def newest_word(self, info: WorkerInfo) -> WorkerInfo:
+    def newest_report(self, info: WorkerInfo) -> WorkerInfo:
         """What a worker last said of itself: ``info``, unless that has been overtaken by a later word."""
-        seat = self._members.workers.get(info.process.incarnation)
-        return seat.info if seat is not None and seat.info.told > info.told else info
+        member = self._members.workers.get(info.process.incarnation)
+        return member.info if member is not None and member.info.sequence > info.sequence else info
 
-    def seat_worker(self, engine: Engine, info: WorkerInfo, now: float) -> list[str]:
-        """Seat a worker; returns what became of those it cannot live with: its own rank's, or all of another shape."""
+    def place_worker(self, engine: Engine, info: WorkerInfo, now: float) -> list[str]:
+        """Place a worker; returns what became of those it cannot live with: its own rank's, or all of another shape."""
         replaced = [
-            self._unseat(engine, seat, info)
-            for rank, seat in list(engine.workers.items())
-            if (seat.info.world, seat.info.controlled) != (info.world, info.controlled)
-            or (rank == info.rank and seat.incarnation != info.process.incarnation)
+            self._remove(engine, member, info)
+            for rank, member in list(engine.workers.items())
+            if (member.info.world, member.info.controlled) != (info.world, info.controlled)
+            or (rank == info.rank and member.incarnation != info.process.incarnation)
         ]
         engine.world, engine.controlled = info.world, info.controlled
         known = engine.workers.get(info.rank)
@@ -154,7 +154,7 @@ class Engines:
         return replaced
 
     def elect(self, engine: Engine, message: JoinController, now: float) -> None:
-        """Let a controller take the seat, or renew its own lease; a predecessor must stand for election again."""
+        """Let a controller be the elected one, or renew its own lease; a predecessor must stand for election again."""
         members, incarnation, old = self._members, message.process.incarnation, engine.controller
         if old is not None and old.incarnation != incarnation:
             reason = f"{where(message.process)} now controls engine {engine.name}; join again to stand by"
@@ -162,16 +162,16 @@ class Engines:
             members.controllers.pop(old.incarnation, None)
             engine.generation += 1
         members.fences.lift("controller", incarnation)
-        engine.controller = members.controllers[incarnation] = members.new_seat(message, now)
+        engine.controller = members.controllers[incarnation] = members.new_member(message, now)
         if old is None or old.gone:
-            self._pulse.changed()
+            self._revision.advance()
 
     def set_state(self, engine: Engine, state: EngineState, version: Version, reason: str) -> None:
         """Keep a controller's word on its engine."""
         reason = reason[:MAX_REASON]
         if (engine.said, engine.version, engine.said_reason) != (state, version, reason):
             engine.said, engine.version, engine.said_reason = state, version, reason
-            self._pulse.changed()
+            self._revision.advance()
 
     def drop_gone(self, now: float) -> None:
         """Forget the engines all of whose members have long been gone."""
@@ -181,7 +181,7 @@ class Engines:
                 self._members.workers.pop(worker.incarnation, None)
             if engine.controller:
                 self._members.controllers.pop(engine.controller.incarnation, None)
-            self._pulse.changed()
+            self._revision.advance()
 
     def saved(self) -> list[SavedEngine]:
         return [
@@ -189,7 +189,7 @@ class Engines:
                 name=engine.name,
                 world=engine.world,
                 controlled=engine.controlled,
-                workers={rank: seat.incarnation for rank, seat in engine.workers.items()},
+                workers={rank: member.incarnation for rank, member in engine.workers.items()},
                 controller=engine.controller.incarnation if engine.controller else None,
                 said=engine.said,
                 version=engine.version,
@@ -214,13 +214,13 @@ class Engines:
                 generation=one.generation,
             )
 
-    def _unseat(self, engine: Engine, seat: Seat[WorkerInfo], by: WorkerInfo) -> str:
-        reason = f"{describe(seat.info)} was replaced by {describe(by)}"
+    def _remove(self, engine: Engine, member: Member[WorkerInfo], by: WorkerInfo) -> str:
+        reason = f"{describe(member.info)} was replaced by {describe(by)}"
         # A worker that joins again with another shape is not fenced by itself.
-        if seat.incarnation != by.process.incarnation:
-            self._members.fences.add("worker", seat.incarnation, f"{reason}; give each engine its own name")
-        del engine.workers[seat.info.rank]
-        del self._members.workers[seat.incarnation]
+        if member.incarnation != by.process.incarnation:
+            self._members.fences.add("worker", member.incarnation, f"{reason}; give each engine its own name")
+        del engine.workers[member.info.rank]
+        del self._members.workers[member.incarnation]
         engine.generation += 1
-        self._pulse.changed()
+        self._revision.advance()
         return reason

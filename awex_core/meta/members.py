@@ -1,4 +1,4 @@
-"""Who is there: seats with leases, and the fences that keep replaced members out."""
+"""Who is there: members with leases, and the fences that keep replaced members out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from awex_core.errors import Fenced, Refused
 from awex_core.meta.limits import MAX_FENCES, MAX_TEXT
 from awex_core.meta.messages import JoinController, Process, WorkerInfo, WriterInfo
-from awex_core.meta.pulse import Pulse
+from awex_core.meta.revision import Revision
 
 Role = Literal["run", "writer", "worker", "controller"]
 AnyInfo: TypeAlias = WriterInfo | WorkerInfo | JoinController
@@ -19,7 +19,7 @@ Info = TypeVar("Info", WriterInfo, WorkerInfo, JoinController)
 
 
 @dataclass
-class Seat(Generic[Info]):
+class Member(Generic[Info]):
     """A member: what it said when it joined, and how long it is believed to be there.
 
     ``until`` is when its lease ends or, once ``gone`` says why it is no longer there, when it went.
@@ -34,15 +34,15 @@ class Seat(Generic[Info]):
         return self.info.process.incarnation
 
 
-AnySeat: TypeAlias = Seat[WriterInfo] | Seat[WorkerInfo] | Seat[JoinController]
+AnyMember: TypeAlias = Member[WriterInfo] | Member[WorkerInfo] | Member[JoinController]
 
 
 class SavedMembers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All seats by incarnation and all fences, each in the order it was made."""
+    """All members by incarnation and all fences, each in the order it was made."""
 
-    writers: dict[str, Seat[WriterInfo]]
-    workers: dict[str, Seat[WorkerInfo]]
-    controllers: dict[str, Seat[JoinController]]
+    writers: dict[str, Member[WriterInfo]]
+    workers: dict[str, Member[WorkerInfo]]
+    controllers: dict[str, Member[JoinController]]
     fences: list[tuple[Role, str, str]]
 
 
@@ -74,41 +74,41 @@ class Fences:
 
 
 class Members:
-    """The seats of one job, by role and incarnation; one process may hold one in each role."""
+    """The members of one job, by role and incarnation; one process may be one in each role."""
 
-    def __init__(self, job: str, lease_s: float, most: int, pulse: Pulse) -> None:
+    def __init__(self, job: str, lease_s: float, most: int, revision: Revision) -> None:
         self.lease_s = lease_s
-        self.writers: dict[str, Seat[WriterInfo]] = {}
-        self.workers: dict[str, Seat[WorkerInfo]] = {}
-        self.controllers: dict[str, Seat[JoinController]] = {}
+        self.writers: dict[str, Member[WriterInfo]] = {}
+        self.workers: dict[str, Member[WorkerInfo]] = {}
+        self.controllers: dict[str, Member[JoinController]] = {}
         self.fences = Fences()
         self._job = job
         self._most = most
-        self._pulse = pulse
+        self._revision = revision
 
-    def __iter__(self) -> Iterator[AnySeat]:
+    def __iter__(self) -> Iterator[AnyMember]:
         yield from self.writers.values()
         yield from self.workers.values()
         yield from self.controllers.values()
 
-    def seats_of(self, incarnation: str) -> list[AnySeat]:
-        """The seats of one process, gone or not."""
+    def of(self, incarnation: str) -> list[AnyMember]:
+        """What one process is a member as, gone or not."""
         found = (self.writers.get(incarnation), self.workers.get(incarnation), self.controllers.get(incarnation))
-        return [seat for seat in found if seat is not None]
+        return [member for member in found if member is not None]
 
-    def there(self, index: dict[str, Seat[Info]], role: Role, incarnation: str) -> Seat[Info]:
-        """The seat of a member that is there; refuses everyone else."""
+    def there(self, index: dict[str, Member[Info]], role: Role, incarnation: str) -> Member[Info]:
+        """A member that is there; refuses everyone else."""
         self.fences.check(role, incarnation)
-        seat = index.get(incarnation)
-        if seat is None:
+        member = index.get(incarnation)
+        if member is None:
             raise Refused("unknown", f"no {role} {incarnation!r} in job {self._job!r}; join (again) first")
-        if seat.gone:
-            raise Refused("unknown", f"{role} {incarnation!r} {seat.gone}; join again first")
-        return seat
+        if member.gone:
+            raise Refused("unknown", f"{role} {incarnation!r} {member.gone}; join again first")
+        return member
 
     def blobs(self) -> set[str]:
         """Hashes of the blobs that live members point at."""
-        infos = [seat.info for seat in self if not seat.gone]
+        infos = [member.info for member in self if not member.gone]
         names = {info.manifest for info in infos if isinstance(info, WriterInfo)}
         for info in infos:
             if not isinstance(info, JoinController):
@@ -118,34 +118,34 @@ class Members:
 
     # Leases
 
-    def new_seat(self, info: Info, now: float) -> Seat[Info]:
-        """A seat with a new lease, not yet placed anywhere."""
-        self._pulse.wake_by(now + self.lease_s)
-        return Seat(info, now + self.lease_s)
+    def new_member(self, info: Info, now: float) -> Member[Info]:
+        """A member with a new lease, not yet placed anywhere."""
+        self._revision.due_by(now + self.lease_s)
+        return Member(info, now + self.lease_s)
 
     def place(
-        self, seats: dict[int, Seat[Info]], rank: int, index: dict[str, Seat[Info]], info: Info, now: float
+        self, by_rank: dict[int, Member[Info]], rank: int, index: dict[str, Member[Info]], info: Info, now: float
     ) -> None:
-        """Give ``info`` its seat, by rank and by incarnation, and a new lease."""
-        old = seats.get(rank)
-        seats[rank] = index[info.process.incarnation] = self.new_seat(info, now)
+        """Give ``info`` its place, by rank and by incarnation, and a new lease."""
+        old = by_rank.get(rank)
+        by_rank[rank] = index[info.process.incarnation] = self.new_member(info, now)
         if old is None or old.gone or old.info != info:
-            self._pulse.changed()
+            self._revision.advance()
 
     def renew(self, incarnation: str, now: float) -> bool:
         """Renew all leases of one process; false when any has lapsed, or there is none."""
-        seats = self.seats_of(incarnation)
-        if not seats or any(seat.gone for seat in seats):
+        members = self.of(incarnation)
+        if not members or any(member.gone for member in members):
             return False
-        for seat in seats:
-            seat.until = now + self.lease_s
+        for member in members:
+            member.until = now + self.lease_s
         return True
 
     def renew_all(self, now: float) -> None:
         """A full lease for everyone who is there."""
-        for seat in self:
-            if not seat.gone:
-                seat.until = max(seat.until, now + self.lease_s)
+        for member in self:
+            if not member.gone:
+                member.until = max(member.until, now + self.lease_s)
 
     # Keeping
 
@@ -158,7 +158,7 @@ class Members:
         self.writers, self.workers, self.controllers = saved.writers, saved.workers, saved.controllers
         self.fences.restore(saved.fences)
 
-    # What is checked before a member gets a seat
+    # What is checked before a member gets a place
 
     def check(self, role: Role, info: AnyInfo, rank: int, world: int) -> None:
         """Refuse a member that makes no sense, has been replaced, or for whom there is no room."""
@@ -172,15 +172,16 @@ class Members:
         if role != "controller":
             self.fences.check(role, incarnation)
         count = len(self.writers) + len(self.workers) + len(self.controllers)
-        if count >= self._most and not self.seats_of(incarnation):
+        if count >= self._most and not self.of(incarnation):
             raise Refused("too_large", f"job {self._job!r} has {count} members, as many as it may have")
 
-    def check_one_seat(self, index: dict[str, Seat[Info]], info: Info) -> None:
-        """A worker or controller may not move to another seat under one incarnation."""
-        seat = index.get(info.process.incarnation)
-        if seat is not None and _place(seat.info) != _place(info):
+    def check_one_place(self, index: dict[str, Member[Info]], info: Info) -> None:
+        """A worker or controller may not move to another place under one incarnation."""
+        member = index.get(info.process.incarnation)
+        if member is not None and _place(member.info) != _place(info):
             raise Refused(
-                "invalid", f"{where(info.process)} is {_place(seat.info)} already and cannot be {_place(info)} as well"
+                "invalid",
+                f"{where(info.process)} is {_place(member.info)} already and cannot be {_place(info)} as well",
             )
 
 
@@ -196,7 +197,7 @@ def describe(info: AnyInfo) -> str:
 
 
 def _place(info: AnyInfo) -> str:
-    """Which seat a member asks for."""
+    """Which place a member asks for."""
     if isinstance(info, WriterInfo):
         return f"writer rank {info.rank} of run {info.run}"
     if isinstance(info, WorkerInfo):

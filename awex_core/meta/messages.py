@@ -95,7 +95,7 @@ class WorkerInfo(_Message, frozen=True):
     weights: WeightsState = "held"
     weights_reason: str = ""
     """Which call of the engine's own made them something else than ``held``."""
-    told: int = 0
+    sequence: int = 0
     """Rises with everything that changes above: an earlier word that arrives late is not taken."""
 
 
@@ -185,25 +185,25 @@ class SyncView(_Message, frozen=True):
     """Ended unread, in favour of newer weights."""
 
 
-class CopyView(_Message, frozen=True):
+class CatchUpView(_Message, frozen=True):
     """One engine takes what ``source`` serves; ``lenders`` are that engine's workers, in the place of writer ranks."""
 
     source: str
     number: int
-    """Rises with every copy, so that one is not taken for another."""
+    """Rises with every catch-up, so that one is not taken for another."""
     lenders: list[WriterInfo]
     sync: SyncView
 
 
 class JobView(_Message, frozen=True):
-    """Everything a member may need to decide its next step. ``copies`` are by target."""
+    """Everything a member may need to decide its next step. ``catch_ups`` are by target."""
 
     revision: int
     epoch: int
     writers: list[WriterInfo]
     engines: dict[str, EngineView]
     sync: SyncView | None
-    copies: dict[str, CopyView] = {}
+    catch_ups: dict[str, CatchUpView] = {}
     last: SyncView | None = None
     """The version before ``sync``, for members that have not seen its outcome yet; without its digests."""
 
@@ -381,7 +381,7 @@ class SetEngineState(_Message, frozen=True):
     reason: str = ""
 
 
-class AskCopy(_Message, frozen=True):
+class AskCatchUp(_Message, frozen=True):
     """A controller's engine is behind, and no version is on its way: let it take what another engine serves."""
 
     incarnation: str
@@ -390,7 +390,7 @@ class AskCopy(_Message, frozen=True):
 
 
 class Lend(_Message, frozen=True):
-    """A worker of the source of a copy can be read, by the engine ``target``, as ``info`` says."""
+    """A worker of the source of a catch-up can be read, by the engine ``target``, as ``info`` says."""
 
     incarnation: str
     target: str

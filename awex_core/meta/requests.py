@@ -24,7 +24,7 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "report_sender": messages.ReportSender,
     "supersede": messages.Supersede,
     "set_engine_state": messages.SetEngineState,
-    "ask_copy": messages.AskCopy,
+    "ask_catch_up": messages.AskCatchUp,
     "lend": messages.Lend,
     "put": messages.Put,
     "get": messages.Get,

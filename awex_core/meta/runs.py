@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 import msgspec
 
 from awex_core.errors import Refused
-from awex_core.meta.members import Members, Seat, describe, where
+from awex_core.meta.members import Member, Members, describe, where
 from awex_core.meta.messages import Forming, WriterInfo
 
 
 @dataclass
 class Run:
-    """The ranks of one trainer run, by rank. Seats of an active run stay when their member goes."""
+    """The ranks of one trainer run, by rank. Members of an active run stay in it when they go."""
 
     run: str
     world: int
-    seats: dict[int, Seat[WriterInfo]] = field(default_factory=dict)
+    members: dict[int, Member[WriterInfo]] = field(default_factory=dict)
 
     def missing(self) -> list[int]:
         """The ranks that have not joined."""
-        return [rank for rank in range(self.world) if rank not in self.seats]
+        return [rank for rank in range(self.world) if rank not in self.members]
 
     def absent(self) -> str:
         """Who of this run is gone and why; empty when all are there."""
-        return next((f"{describe(s.info)} {s.gone}" for s in self.seats.values() if s.gone), "")
+        return next((f"{describe(s.info)} {s.gone}" for s in self.members.values() if s.gone), "")
 
 
 class SavedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +33,7 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     run: str
     world: int
-    seats: dict[int, str]
+    members: dict[int, str]
 
 
 class SavedRuns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,23 +50,23 @@ class Runs:
         self._members = members
 
     def join(self, info: WriterInfo, now: float) -> Run:
-        """Seat a rank in its run, which starts to form when it is new."""
+        """Place a rank in its run, which starts to form when it is new."""
         self._members.fences.check("run", info.run)
         run = next((run for run in (self.active, self.forming) if run is not None and run.run == info.run), None)
         self._check(run, info)
-        info = self._newest_word(info)
+        info = self._newest_report(info)
         run = run or self._start_forming(info)
-        self._members.place(run.seats, info.rank, self._members.writers, info, now)
+        self._members.place(run.members, info.rank, self._members.writers, info, now)
         return run
 
-    def _newest_word(self, info: WriterInfo) -> WriterInfo:
+    def _newest_report(self, info: WriterInfo) -> WriterInfo:
         """What a rank last said of itself: ``info``, unless its weights have moved since it said that."""
-        seat = self._members.writers.get(info.process.incarnation)
-        return seat.info if seat is not None and seat.info.moved > info.moved else info
+        member = self._members.writers.get(info.process.incarnation)
+        return member.info if member is not None and member.info.moved > info.moved else info
 
     def activate(self, run: Run, epoch: int) -> str:
         """Let a complete run take over from the one of ``epoch``; returns what to tell those who waited for that."""
-        newest = run.seats[0].info
+        newest = run.members[0].info
         if self.active is not None:
             self._fence(self.active, f"run {self.active.run} (epoch {epoch})", newest)
         self.active, self.forming = run, None
@@ -75,9 +75,9 @@ class Runs:
     def lose(self, info: WriterInfo) -> bool:
         """A rank has gone: true when it was one of the active run, which cannot go on without it."""
         if self.forming and self.forming.run == info.run:
-            del self.forming.seats[info.rank]
+            del self.forming.members[info.rank]
             del self._members.writers[info.process.incarnation]
-            self.forming = self.forming if self.forming.seats else None
+            self.forming = self.forming if self.forming.members else None
             return False
         return self.active is not None and self.active.run == info.run
 
@@ -91,8 +91,8 @@ class Runs:
 
     def present(self) -> list[WriterInfo]:
         """The active run's ranks that are there, in order."""
-        seats = self.active.seats if self.active else {}
-        return [seats[rank].info for rank in sorted(seats) if not seats[rank].gone]
+        members = self.active.members if self.active else {}
+        return [members[rank].info for rank in sorted(members) if not members[rank].gone]
 
     def waits_for(self) -> Forming | None:
         """What the forming run is still missing."""
@@ -101,8 +101,8 @@ class Runs:
 
     def saved(self) -> SavedRuns:
         def one(run: Run | None) -> SavedRun | None:
-            seats = {rank: seat.incarnation for rank, seat in run.seats.items()} if run else {}
-            return SavedRun(run=run.run, world=run.world, seats=seats) if run else None
+            members = {rank: member.incarnation for rank, member in run.members.items()} if run else {}
+            return SavedRun(run=run.run, world=run.world, members=members) if run else None
 
         return SavedRuns(active=one(self.active), forming=one(self.forming))
 
@@ -110,8 +110,8 @@ class Runs:
         """Take back what was saved; the members must have been restored before."""
 
         def one(run: SavedRun | None) -> Run | None:
-            seats = {rank: self._members.writers[name] for rank, name in run.seats.items()} if run else {}
-            return Run(run.run, run.world, seats) if run else None
+            members = {rank: self._members.writers[name] for rank, name in run.members.items()} if run else {}
+            return Run(run.run, run.world, members) if run else None
 
         self.active, self.forming = one(saved.active), one(saved.forming)
 
@@ -119,16 +119,16 @@ class Runs:
         """A new run takes the place of one that never became complete."""
         old = self.forming
         if old is not None:
-            self._fence(old, f"run {old.run}, of which {len(old.seats)} of {old.world} ranks had joined,", info)
+            self._fence(old, f"run {old.run}, of which {len(old.members)} of {old.world} ranks had joined,", info)
         self.forming = Run(info.run, info.world)
         return self.forming
 
     def _fence(self, run: Run, subject: str, newer: WriterInfo) -> None:
         reason = f"{subject} was replaced by run {newer.run} of {where(newer.process)}; only one trainer may write"
         self._members.fences.add("run", run.run, reason)
-        for seat in run.seats.values():
-            self._members.fences.add("writer", seat.incarnation, reason)
-            self._members.writers.pop(seat.incarnation, None)
+        for member in run.members.values():
+            self._members.fences.add("writer", member.incarnation, reason)
+            self._members.writers.pop(member.incarnation, None)
 
     def _check(self, run: Run | None, info: WriterInfo) -> None:
         held = self._members.writers.get(info.process.incarnation)
@@ -138,31 +138,31 @@ class Runs:
                 f"{where(info.process)} is rank {held.info.rank} of run {held.info.run} already;"
                 " a restarted writer draws a new incarnation",
             )
-        for seat in run.seats.values() if run else ():
-            check = _check_same_process if seat.info.rank == info.rank else _check_agreement
-            check(seat, info)
+        for member in run.members.values() if run else ():
+            check = _check_same_process if member.info.rank == info.rank else _check_agreement
+            check(member, info)
 
 
-def _check_agreement(seat: Seat[WriterInfo], info: WriterInfo) -> None:
+def _check_agreement(member: Member[WriterInfo], info: WriterInfo) -> None:
     """All ranks of a run say the same about its size and its model."""
     for name, theirs, ours in (
-        ("world", seat.info.world, info.world),
-        ("manifest", seat.info.manifest, info.manifest),
+        ("world", member.info.world, info.world),
+        ("manifest", member.info.manifest, info.manifest),
     ):
         if theirs != ours:
             raise Refused(
                 "invalid",
-                f"writer rank {info.rank} of run {info.run} says {name} {ours!r}, rank {seat.info.rank}"
+                f"writer rank {info.rank} of run {info.run} says {name} {ours!r}, rank {member.info.rank}"
                 f" says {theirs!r}; all ranks of a run must train the same model",
             )
 
 
-def _check_same_process(seat: Seat[WriterInfo], info: WriterInfo) -> None:
-    if seat.incarnation != info.process.incarnation:
+def _check_same_process(member: Member[WriterInfo], info: WriterInfo) -> None:
+    if member.incarnation != info.process.incarnation:
         raise Refused(
             "invalid",
-            f"rank {info.rank} of run {info.run} is held by {where(seat.info.process)} already, not by"
+            f"rank {info.rank} of run {info.run} is held by {where(member.info.process)} already, not by"
             f" {where(info.process)}; a trainer that restarts draws a new run",
         )
-    if seat.info.world != info.world:
-        raise Refused("invalid", f"rank {info.rank} of run {info.run} said world {seat.info.world}, now {info.world}")
+    if member.info.world != info.world:
+        raise Refused("invalid", f"rank {info.rank} of run {info.run} said world {member.info.world}, now {info.world}")

@@ -15,13 +15,13 @@ import math
 import msgspec
 
 from awex_core.errors import Fenced, Refused
-from awex_core.meta.copies import Copies, SavedCopies
+from awex_core.meta.catch_ups import CatchUps, SavedCatchUps
 from awex_core.meta.engines import LEASES_UNTIL_DROPPED, Engine, Engines, SavedEngine
 from awex_core.meta.limits import MAX_WAIT_S, Limits
-from awex_core.meta.members import AnySeat, Members, SavedMembers, describe
+from awex_core.meta.members import AnyMember, Members, SavedMembers, describe
 from awex_core.meta.messages import (
     Announce,
-    AskCopy,
+    AskCatchUp,
     EngineState,
     Get,
     GetReply,
@@ -48,7 +48,7 @@ from awex_core.meta.messages import (
     WorkerInfo,
     WriterInfo,
 )
-from awex_core.meta.pulse import Pulse
+from awex_core.meta.revision import Revision
 from awex_core.meta.runs import Runs, SavedRuns
 from awex_core.meta.sync import Sync
 from awex_core.meta.values import Blobs, Keys
@@ -65,12 +65,12 @@ class SavedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str
     lease_s: float
     limits: Limits
-    pulse: Pulse
+    revision: Revision
     members: SavedMembers
     runs: SavedRuns
     engines: list[SavedEngine]
     versions: SavedVersions
-    copies: SavedCopies
+    catch_ups: SavedCatchUps
     keys: dict[str, tuple[bytes, float]]
     used: float
 
@@ -82,13 +82,13 @@ class JobStore:
         self.name = name
         self.lease_s = lease_s
         self._limits = limits or Limits()
-        self._pulse = Pulse(first_revision)
-        self._members = Members(name, lease_s, self._limits.members, self._pulse)
+        self._revision = Revision(first_revision)
+        self._members = Members(name, lease_s, self._limits.members, self._revision)
         self._runs = Runs(self._members)
-        self._engines = Engines(self._members, self._pulse)
-        self._versions = Versions(self._engines.by_name, self._pulse)
-        # As of revisions: a source that has lent does not take a copy after a restart for one from before.
-        self._copies = Copies(self._engines.by_name, self._pulse, first_revision)
+        self._engines = Engines(self._members, self._revision)
+        self._versions = Versions(self._engines.by_name, self._revision)
+        # As of revisions: a source that has lent does not take a catch-up after a restart for one from before.
+        self._catch_ups = CatchUps(self._engines.by_name, self._revision, first_revision)
         self._blobs = Blobs(self._limits)
         self._keys = Keys(self._limits)
         self._used = -math.inf
@@ -97,7 +97,7 @@ class JobStore:
 
     @property
     def revision(self) -> int:
-        return self._pulse.revision
+        return self._revision.number
 
     def live_engines(self) -> list[str]:
         """Names of the engines that a version would wait for."""
@@ -112,7 +112,7 @@ class JobStore:
             writers=self._runs.present(),
             engines={name: engine.view(now) for name, engine in sorted(self._engines.by_name.items())},
             sync=sync.view(now) if sync else None,
-            copies=self._copies.views(now),
+            catch_ups=self._catch_ups.views(now),
             last=msgspec.structs.replace(last.view(now), digests={}) if last else None,
         )
 
@@ -127,7 +127,7 @@ class JobStore:
     # Joining and leaving
 
     def join_writer(self, message: JoinWriter, now: float) -> JoinReply:
-        """Seat a trainer rank; the run becomes the active one, in a new epoch, when its last rank joins."""
+        """Place a trainer rank; the run becomes the active one, in a new epoch, when its last rank joins."""
         self._begin(now)
         info = message.info
         self._members.check("writer", info, info.rank, info.world)
@@ -135,20 +135,20 @@ class JobStore:
         if run is self._runs.forming and not run.missing():
             reason = self._runs.activate(run, self._versions.epoch)
             self._versions.begin_epoch(reason)
-            self._copies.end(reason)
+            self._catch_ups.end(reason)
         return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch if run is self._runs.active else 0)
 
     def join_worker(self, message: JoinWorker, now: float) -> JoinReply:
-        """Seat an engine's worker. A new incarnation replaces the rank's earlier one, and fences it."""
+        """Place an engine's worker. A new incarnation replaces the rank's earlier one, and fences it."""
         self._begin(now)
         self._members.check("worker", message.info, message.info.rank, message.info.world)
-        self._members.check_one_seat(self._members.workers, message.info)
-        info = self._engines.newest_word(message.info)
-        for reason in self._engines.seat_worker(self._engines.named(info.engine), info, now):
+        self._members.check_one_place(self._members.workers, message.info)
+        info = self._engines.newest_report(message.info)
+        for reason in self._engines.place_worker(self._engines.named(info.engine), info, now):
             self._versions.fail(info.engine, reason)
-            self._copies.fail(info.engine, reason)
+            self._catch_ups.fail(info.engine, reason)
         if info.weights != "held":
-            self._copies.end_from(info.engine, f"{describe(info)}: {info.weights_reason}")
+            self._catch_ups.end_from(info.engine, f"{describe(info)}: {info.weights_reason}")
         if self._versions.sync is not None:
             self._versions.sync.leave_parked()
         return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch)
@@ -156,12 +156,12 @@ class JobStore:
     def join_controller(self, message: JoinController, now: float) -> JoinReply:
         """Elect a controller, or renew the elected one's word; the first live one wins.
 
-        The others get no seat: each heartbeat tells them to join again, which is how they stand by.
+        The others become no members: each heartbeat tells them to join again, which is how they stand by.
         """
         self._begin(now)
         self._members.check("controller", message, 0, 1)
         check_version(message.version)
-        self._members.check_one_seat(self._members.controllers, message)
+        self._members.check_one_place(self._members.controllers, message)
         engine = self._engines.named(message.engine)
         if engine.elected and engine.elected.incarnation != message.process.incarnation:
             return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch, elected=False)
@@ -179,9 +179,9 @@ class JobStore:
     def leave(self, message: Leave, now: float) -> Ok:
         """End every lease of one incarnation at once. Unknown ones are fine: leaving twice is."""
         self._begin(now)
-        for seat in self._members.seats_of(message.incarnation):
-            if not seat.gone:
-                self._take_away(seat, "left", now)
+        for member in self._members.of(message.incarnation):
+            if not member.gone:
+                self._take_away(member, "left", now)
         return Ok()
 
     # A sync, from the writers' side
@@ -193,7 +193,7 @@ class JobStore:
         self._versions.announce(message, info.rank, run, now)
         sync = self._versions.sync
         if sync is not None and sync.state == "open":  # its engines' weights are about to change
-            self._copies.end(f"the trainer publishes version {sync.version}")
+            self._catch_ups.end(f"the trainer publishes version {sync.version}")
         return Ok()
 
     def give_up(self, message: GiveUp, now: float) -> Ok:
@@ -253,27 +253,27 @@ class JobStore:
         return sync.hear_sender(info, message)
 
     def _lent(self, lender: WorkerInfo, target: str, version: Version) -> Sync | None:
-        copy = self._copies.of(target)
-        ours = copy is not None and (copy.source, copy.sync.version) == (lender.engine, version)
-        return copy.sync if copy is not None and ours else None
+        catch_up = self._catch_ups.of(target)
+        ours = catch_up is not None and (catch_up.source, catch_up.sync.version) == (lender.engine, version)
+        return catch_up.sync if catch_up is not None and ours else None
 
     # A sync, from the engines' side
 
-    def ask_copy(self, message: AskCopy, now: float) -> Ok:
-        """A controller's engine is behind: start a copy from another engine, unless the trainer is publishing."""
+    def ask_catch_up(self, message: AskCatchUp, now: float) -> Ok:
+        """A controller's engine is behind: start a catch-up from another engine, unless the trainer is publishing."""
         self._begin(now)
         engine = self._engines.controlled_by(message.incarnation)
         sync = self._versions.sync
         if sync is not None and sync.state == "open":
             raise Refused("invalid", f"the trainer publishes version {sync.version}; take part in that")
-        self._copies.ask(engine, message, now)
+        self._catch_ups.ask(engine, message, now)
         return Ok()
 
     def lend(self, message: Lend, now: float) -> Ok:
-        """A worker of a copy's source can be read."""
+        """A worker of a catch-up's source can be read."""
         self._begin(now)
         info = self._members.there(self._members.workers, "worker", message.incarnation).info
-        self._copies.lend(info, message, now)
+        self._catch_ups.lend(info, message, now)
         return Ok()
 
     def report_engine(self, message: ReportEngine, now: float) -> ReportReply:
@@ -305,9 +305,9 @@ class JobStore:
             self._versions.note_commit(engine.name, sync.version)
 
     def _joined_by(self, engine: str, version: Version) -> Sync | str:
-        """What an engine's word on a version is about: a copy, or what the trainer publishes; else why neither."""
-        copied = self._copies.sync_of(engine, version)
-        return copied if copied is not None and engine in copied.parts else self._versions.joined_by(engine, version)
+        """What an engine reports on: a catch-up, or the version that the trainer publishes; else why neither."""
+        own = self._catch_ups.sync_of(engine, version)
+        return own if own is not None and engine in own.parts else self._versions.joined_by(engine, version)
 
     def set_engine_state(self, message: SetEngineState, now: float) -> Ok:
         """The elected controller's word on its engine outside a sync."""
@@ -325,7 +325,7 @@ class JobStore:
         if not 0 < message.ttl_s <= MAX_WAIT_S:
             raise Refused("invalid", f"ttl_s is {message.ttl_s}; more than 0 and at most {MAX_WAIT_S:g} are allowed")
         self._keys.put(message.key, message.value, now + message.ttl_s)
-        self._pulse.wake_by(now + message.ttl_s)
+        self._revision.due_by(now + message.ttl_s)
         return Ok()
 
     def get(self, message: Get, now: float) -> GetReply:
@@ -358,12 +358,12 @@ class JobStore:
             name=self.name,
             lease_s=self.lease_s,
             limits=self._limits,
-            pulse=self._pulse,
+            revision=self._revision,
             members=self._members.saved(),
             runs=self._runs.saved(),
             engines=self._engines.saved(),
             versions=self._versions.saved(),
-            copies=self._copies.saved(),
+            catch_ups=self._catch_ups.saved(),
             keys=self._keys.saved(),
             used=self._used,
         )
@@ -372,12 +372,12 @@ class JobStore:
     def restored(saved: SavedJob) -> JobStore:
         """A store that goes on where the saved one was. It takes ``saved`` over: decode one for each store."""
         store = JobStore(saved.name, lease_s=saved.lease_s, limits=saved.limits)
-        store._pulse.revision, store._pulse.due = saved.pulse.revision, saved.pulse.due
+        store._revision.number, store._revision.due = saved.revision.number, saved.revision.due
         store._members.restore(saved.members)
         store._runs.restore(saved.runs)
         store._engines.restore(saved.engines)
         store._versions.restore(saved.versions)
-        store._copies.restore(saved.copies)
+        store._catch_ups.restore(saved.catch_ups)
         store._keys.restore(saved.keys)
         store._used = saved.used
         return store
@@ -387,11 +387,11 @@ class JobStore:
     @property
     def due(self) -> float:
         """When time next has something to do; until then ``tick`` changes nothing."""
-        return self._pulse.due
+        return self._revision.due
 
     def has_members(self) -> bool:
         """Whether anyone is there."""
-        return any(not seat.gone for seat in self._members)
+        return any(not member.gone for member in self._members)
 
     def renew_all(self, now: float) -> None:
         """Give everyone who is there a full lease: nobody could be heard until ``now``."""
@@ -399,28 +399,29 @@ class JobStore:
 
     def tick(self, now: float) -> bool:
         """Apply the leases and time limits that ended by ``now``; true when the view changed."""
-        if now < self._pulse.due:
+        if now < self._revision.due:
             return False
         before = self.revision
-        for seat in [seat for seat in self._members if not seat.gone and seat.until <= now]:
-            self._take_away(seat, f"stopped answering for {self.lease_s:g} s", now)
+        for member in [member for member in self._members if not member.gone and member.until <= now]:
+            self._take_away(member, f"stopped answering for {self.lease_s:g} s", now)
         if self._versions.sync:
             self._versions.sync.apply_deadline(now)
-        # Engines before the copies into them: no copy outlives its target.
+        # Engines before the catch-ups into them: none outlives its target.
         self._engines.drop_gone(now)
-        self._copies.apply_deadlines(now)
+        self._catch_ups.apply_deadlines(now)
         self._keys.drop_expired(now)
         self._blobs.drop_idle(self._members.blobs(), now)
-        self._pulse.due = self._next_due(now)
+        self._revision.due = self._next_due(now)
         return self.revision != before
 
     def _next_due(self, now: float) -> float:
         """The earliest time at which ``tick`` may have something to do; renewed leases only move it later."""
-        leases = (seat.until for seat in self._members if not seat.gone)
+        leases = (member.until for member in self._members if not member.gone)
         drops = (engine.dropped_at(self.lease_s) for engine in self._engines.by_name.values())
         sync = self._versions.sync
         deadline = sync.deadline if sync and sync.state != "done" else math.inf
-        return min(now + HOUSEKEEPING_S, deadline, self._keys.next_expiry(), *leases, *drops, *self._copies.deadlines())
+        others = (self._keys.next_expiry(), *self._catch_ups.deadlines())
+        return min(now + HOUSEKEEPING_S, deadline, *others, *leases, *drops)
 
     # What touches several parts
 
@@ -428,17 +429,17 @@ class JobStore:
         self._used = now
         self.tick(now)
 
-    def _take_away(self, seat: AnySeat, why: str, now: float) -> None:
+    def _take_away(self, member: AnyMember, why: str, now: float) -> None:
         """Mark a member as gone and draw the consequences for the version on its way."""
-        seat.gone, seat.until = why, now
-        info = seat.info
+        member.gone, member.until = why, now
+        info = member.info
         if not isinstance(info, WriterInfo):
             self._versions.fail(info.engine, f"{describe(info)} {why}")
-            self._copies.fail(info.engine, f"{describe(info)} {why}")
+            self._catch_ups.fail(info.engine, f"{describe(info)} {why}")
         elif self._runs.lose(info):
             self._versions.end(f"{describe(info)} {why}")
-        self._pulse.wake_by(now + LEASES_UNTIL_DROPPED * self.lease_s)
-        self._pulse.changed()
+        self._revision.due_by(now + LEASES_UNTIL_DROPPED * self.lease_s)
+        self._revision.advance()
 
     def _set_state(self, engine: Engine, state: EngineState, version: Version, reason: str) -> None:
         self._engines.set_state(engine, state, version, reason)

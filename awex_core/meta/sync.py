@@ -26,7 +26,7 @@ from awex_core.meta.messages import (
     WorkerInfo,
     WriterInfo,
 )
-from awex_core.meta.pulse import Pulse
+from awex_core.meta.revision import Revision
 from awex_core.modes import VerifyMode
 from awex_core.version import INITIAL, Version
 
@@ -50,7 +50,7 @@ class Sync:
     world: int
     engines: Mapping[str, Engine]
     """All engines of the job, at any time."""
-    pulse: Pulse
+    revision: Revision
     state: SyncState = "gathering"
     arrived: set[int] = field(default_factory=set)
     parts: dict[str, EngineSync] = field(default_factory=dict)
@@ -125,14 +125,14 @@ class Sync:
         if rank in self.arrived:
             return
         self.arrived.add(rank)
-        self.pulse.changed()
+        self.revision.advance()
         if self.state == "gathering" and len(self.arrived) == self.world:
             self._open(now)
 
     def _open(self, now: float) -> None:
         """Fix the engines that take part: a torn one does, because a full update repairs it; a refused one fails."""
         self.state, self.deadline = "open", now + self.timeout_s
-        self.pulse.wake_by(self.deadline)
+        self.revision.due_by(self.deadline)
         for name, engine in self.engines.items():
             if engine.live and engine.state == "refused":
                 reason = f"it refuses the trainer's model: {engine.reason}"
@@ -158,7 +158,7 @@ class Sync:
     def _settle(self) -> None:
         if self.state == "open" and not self.pending():
             self.state = "done"
-            self.pulse.changed()
+            self.revision.advance()
 
     def end(self, reason: str) -> None:
         """End it now, failing every engine that has not finished."""
@@ -167,7 +167,7 @@ class Sync:
         for name in self.pending():
             self.fail(name, reason)
         self.state, self.reason = "done", reason[:MAX_REASON]
-        self.pulse.changed()
+        self.revision.advance()
 
     def reading(self) -> list[str]:
         """The engines that may be reading the writers' memory, of which one without a controller gives no notice."""
@@ -233,10 +233,10 @@ class Sync:
             self.fail(engine.name, f"{describe(info)}: {message.reason or 'it gave no reason'}")
         elif message.prefetched:
             self.prefetched.setdefault(engine.name, set()).add(info.rank)
-            self.pulse.changed()
+            self.revision.advance()
         elif before.outcome not in TERMINAL and info.rank not in reported:
             reported.add(info.rank)
-            self.pulse.changed()
+            self.revision.advance()
             self._add_figures(engine.name, message.figures)
             if not engine.controlled:
                 self._progress(engine, "updating" if self._why_not_whole(engine) else "committed", "")
@@ -253,7 +253,7 @@ class Sync:
             return ReportReply(accepted=False, reason=reason)
         if not known:
             self.parts[name] = msgspec.structs.replace(part, resends=[*part.resends, wanted])
-            self.pulse.changed()
+            self.revision.advance()
         return ReportReply(accepted=True)
 
     def hear_sender(self, info: WriterInfo | WorkerInfo, message: ReportSender) -> ReportReply:
@@ -281,7 +281,7 @@ class Sync:
 
     def _record(self, name: str, outcome: EngineOutcome, reason: str = "") -> None:
         self.parts[name] = msgspec.structs.replace(self.parts[name], outcome=outcome, reason=reason[:MAX_REASON])
-        self.pulse.changed()
+        self.revision.advance()
         self._settle()
         self.leave_parked()
 
@@ -303,7 +303,7 @@ class Sync:
         if figures:
             part = self.parts[name]
             self.parts[name] = msgspec.structs.replace(part, figures={**part.figures, **figures})
-            self.pulse.changed()
+            self.revision.advance()
 
     def _add_figures(self, name: str, figures: dict[str, float]) -> None:
         """Add one more worker's figures: times (``*_s``) by the slowest, everything else by the sum."""
@@ -320,11 +320,11 @@ class Sync:
             raise Refused("too_large", f"digests of one version may hold {max_bytes} bytes in all")
         changed = [self.digests.keep(layout, rank, part) for layout, part in message.digests.items()]
         if any(changed):
-            self.pulse.changed()
+            self.revision.advance()
 
 
 class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a ``Sync`` knows by itself: all but the job's engines and pulse."""
+    """What a ``Sync`` knows by itself: all but the job's engines and revision."""
 
     version: Version
     verify: VerifyMode
@@ -351,10 +351,10 @@ def save_sync(sync: Sync) -> SavedSync:
     return SavedSync(**fields | {"digests": sync.digests.parts})
 
 
-def restore_sync(saved: SavedSync, engines: Mapping[str, Engine], pulse: Pulse) -> Sync:
+def restore_sync(saved: SavedSync, engines: Mapping[str, Engine], revision: Revision) -> Sync:
     """The version as it was."""
     fields = msgspec.structs.asdict(saved) | {"digests": Digests(saved.digests)}
-    return Sync(engines=engines, pulse=pulse, **fields)
+    return Sync(engines=engines, revision=revision, **fields)
 
 
 def _answer(engine: str, before: EngineSync, claimed: EngineOutcome) -> ReportReply:

@@ -10,7 +10,7 @@ from awex_core.errors import Fenced, Refused
 from awex_core.meta.engines import Engine
 from awex_core.meta.limits import MAX_NUMBER, MAX_REASON, MAX_WAIT_S
 from awex_core.meta.messages import Announce
-from awex_core.meta.pulse import Pulse
+from awex_core.meta.revision import Revision
 from awex_core.meta.runs import Run
 from awex_core.meta.sync import SavedSync, Sync, restore_sync, save_sync
 from awex_core.version import Version
@@ -32,7 +32,7 @@ class Versions:
     ``last`` is the one before it, which some members may not have seen the end of.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], pulse: Pulse) -> None:
+    def __init__(self, engines: Mapping[str, Engine], revision: Revision) -> None:
         self.epoch = 0
         self.sync: Sync | None = None
         self.last: Sync | None = None
@@ -43,7 +43,7 @@ class Versions:
         self._given_up: dict[int, dict[int, str]] = {}
         """Of the number that comes next: by rank, why it cannot publish that."""
         self._engines = engines
-        self._pulse = pulse
+        self._revision = revision
 
     def begin_epoch(self, reason: str) -> None:
         """Start counting anew, above every epoch seen; ``reason`` ends the version on its way."""
@@ -56,7 +56,7 @@ class Versions:
             engine.generation += 1
             if engine.said == "refused":  # what it refused was the earlier trainer's model
                 engine.said, engine.said_reason = "ready", ""
-        self._pulse.changed()
+        self._revision.advance()
 
     def see(self, version: Version, engine: str, *, writing: bool) -> None:
         """Never hand out a version that is not newer than one an engine serves.
@@ -152,8 +152,8 @@ class Versions:
     def restore(self, saved: SavedVersions) -> None:
         self.epoch, self._highest_epoch, self._last_number = saved.epoch, saved.highest_epoch, saved.last_number
         self._committed, self._given_up = saved.committed, saved.given_up
-        self.sync = restore_sync(saved.sync, self._engines, self._pulse) if saved.sync else None
-        self.last = restore_sync(saved.last, self._engines, self._pulse) if saved.last else None
+        self.sync = restore_sync(saved.sync, self._engines, self._revision) if saved.sync else None
+        self.last = restore_sync(saved.last, self._engines, self._revision) if saved.last else None
 
     def _gather(self, message: Announce, rank: int, run: Run, now: float) -> Sync:
         """Start a version. A rank that goes on no longer holds the earlier one's weights, so that one ends."""
@@ -172,10 +172,10 @@ class Versions:
             deadline=now + message.timeout_s,
             world=run.world,
             engines=self._engines,
-            pulse=self._pulse,
+            revision=self._revision,
         )
-        self._pulse.wake_by(self.sync.deadline)
-        self._pulse.changed()
+        self._revision.due_by(self.sync.deadline)
+        self._revision.advance()
         given_up = self._given_up.pop(message.number, {})
         if rank in given_up:  # the trainer tries again
             given_up.clear()

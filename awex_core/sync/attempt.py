@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from awex_core.errors import MetaServerError, TransferError
 from awex_core.meta.messages import JobView, SyncView, WriterInfo
-from awex_core.sync.lender import copy_key
+from awex_core.sync.lender import catch_up_key
 from awex_core.sync.shadow import Pieces
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.verify.lanes import Lanes
@@ -58,9 +58,9 @@ class Attempt:
 
 def find_update(view: JobView, engine: str) -> Update | None:
     """What an engine is to receive: a copy that is on its way, or what the trainer publishes."""
-    copy = view.copies.get(engine)
+    copy = view.catch_ups.get(engine)
     if copy is not None and copy.sync.state == "open":
-        return Update(copy.sync, copy.lenders, copy_key(copy))
+        return Update(copy.sync, copy.lenders, catch_up_key(copy))
     return Update(view.sync, view.writers, "") if view.sync is not None and view.writers else None
 
 
@@ -71,9 +71,9 @@ def going_on(view: JobView, engine: str, version: Version, copy_of: str, until: 
         MetaServerError: the meta server has lost it.
         TransferError: it has ended before it was ``until``.
     """
-    copy = view.copies.get(engine)
+    copy = view.catch_ups.get(engine)
     if copy_of:
-        sync = copy.sync if copy is not None and copy_key(copy) == copy_of else None
+        sync = copy.sync if copy is not None and catch_up_key(copy) == copy_of else None
     elif view.sync is None:
         raise MetaServerError("the meta server lost the version while it was being received; was it restarted?")
     else:

@@ -310,7 +310,7 @@ class EngineController:
 
     async def _lend(self, view: JobView) -> None:
         """Another engine takes this one's weights: have the workers offer them."""
-        for target, copy in view.copies.items():
+        for target, copy in view.catch_ups.items():
             mine = copy.source == self.engine and copy.sync.state == "gathering" and self.state == "ready"
             if mine and copy.number not in self._lent:
                 self._lent.add(copy.number)
@@ -329,8 +329,8 @@ class EngineController:
         limit_s, verify = self.config.sync_timeout_s, self.config.verify
         incarnation = self._process.incarnation
         try:
-            await self._call(lambda: self._client.ask_copy(incarnation, timeout_s=limit_s, verify=verify))
-            sync = await self._call(self._wait_for_copy)
+            await self._call(lambda: self._client.ask_catch_up(incarnation, timeout_s=limit_s, verify=verify))
+            sync = await self._call(self._wait_for_catch_up)
         except AwexError as error:
             logger.info("awex: engine %s cannot take version %s from another: %s", self.engine, max(ahead), error)
             return
@@ -359,11 +359,11 @@ class EngineController:
         await self._set_state("ready", f"repaired from {path}")
         await self._resume()
 
-    def _wait_for_copy(self) -> SyncView | None:
+    def _wait_for_catch_up(self) -> SyncView | None:
         """The copy, once all workers of its source lend; None when it has ended before."""
 
         def opened(view: JobView) -> tuple[SyncView | None] | None:
-            copy = view.copies.get(self.engine)
+            copy = view.catch_ups.get(self.engine)
             if copy is None or copy.sync.state == "done":
                 return (None,)
             return (copy.sync,) if copy.sync.state == "open" else None
@@ -552,7 +552,7 @@ class EngineController:
 
     def _sync_in(self, view: JobView, version: Version) -> SyncView | None:
         """A version on its way into this engine, from another one or from the trainer."""
-        copy = view.copies.get(self.engine)
+        copy = view.catch_ups.get(self.engine)
         for sync in (copy.sync if copy is not None else None, view.sync):
             if sync is not None and sync.version == version and self.engine in sync.engines:
                 return sync

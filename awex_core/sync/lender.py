@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 
 from awex_core.errors import AwexError, TransferError
 from awex_core.layout.live import Memory
-from awex_core.meta.messages import CopyView, JobView, Resend, SyncView, WorkerInfo, WriterInfo
+from awex_core.meta.messages import CatchUpView, JobView, Resend, SyncView, WorkerInfo, WriterInfo
 from awex_core.plan import SourceIndex, index_sources
 from awex_core.sync.context import SyncContext
 from awex_core.sync.exchange import SessionKey, sources_of
@@ -62,7 +62,7 @@ class Lender:
 
     def run(self) -> None:
         """Offer the weights, serve them, publish their digest, stay until the copy is over. Raises nothing."""
-        copy: CopyView | None = None
+        copy: CatchUpView | None = None
         try:
             copy = self._copy(self._client.watch())
             with self._reading():
@@ -83,13 +83,13 @@ class Lender:
         if self._session is not None:
             self._session.abort()
 
-    def _copy(self, view: JobView) -> CopyView:
-        copy = view.copies.get(self._target)
+    def _copy(self, view: JobView) -> CatchUpView:
+        copy = view.catch_ups.get(self._target)
         if copy is None or copy.source != self._worker.engine or copy.sync.state == "done":
             raise TransferError(f"engine {self._target} no longer takes weights from engine {self._worker.engine}")
         return copy
 
-    def _serve(self, copy: CopyView) -> None:
+    def _serve(self, copy: CatchUpView) -> None:
         deadline = Deadline.after(copy.sync.remaining_s)
         worker, incarnation = self._worker, self._worker.process.incarnation
         endpoints = {name: self._client.put_blob(data) for name, data in self._exports.encode().items()}
@@ -110,7 +110,7 @@ class Lender:
             copy.sync.version.epoch,
             self._target,
             copy.sync.engines[self._target].generation,
-            copy_key(copy),
+            catch_up_key(copy),
             sources_of(copy.lenders),
         )
         members = Members(key, copy.lenders, workers, sources)
@@ -135,10 +135,10 @@ class Lender:
         finally:
             session.close()
 
-    def _wait_until_ready(self, number: int, deadline: Deadline) -> tuple[JobView, CopyView]:
+    def _wait_until_ready(self, number: int, deadline: Deadline) -> tuple[JobView, CatchUpView]:
         """Until all lenders are there and the target has traced."""
 
-        def ready(view: JobView) -> tuple[JobView, CopyView] | None:
+        def ready(view: JobView) -> tuple[JobView, CatchUpView] | None:
             copy = self._copy(view)
             if copy.number != number:
                 raise TransferError(f"engine {self._target} takes another copy by now")
@@ -162,7 +162,7 @@ class Lender:
         """What the engine wants once more, after ``served`` such requests; None when the copy is over."""
 
         def wanted(view: JobView) -> tuple[Resend | None] | None:
-            copy = view.copies.get(self._target)
+            copy = view.catch_ups.get(self._target)
             if copy is None or copy.number != number or copy.sync.state == "done":
                 return (None,)
             following = copy.sync.engines[self._target].resends[served:]
@@ -171,7 +171,7 @@ class Lender:
         what = f"engine {self._target} to take the weights"
         return self._client.wait_for(wanted, timeout_s=deadline.remaining(what), what=what)[0]
 
-    def _report(self, copy: CopyView, reason: str) -> None:
+    def _report(self, copy: CatchUpView, reason: str) -> None:
         try:
             self._client.report_sender(
                 self._worker.process.incarnation, copy.sync.version, self._target, reason, lender=True
@@ -180,6 +180,6 @@ class Lender:
             logger.error("awex: the meta server could not be told: %s", error)
 
 
-def copy_key(copy: CopyView) -> str:
+def catch_up_key(copy: CatchUpView) -> str:
     """What tells a copy's values on the meta server from those of versions and other copies."""
     return f"{copy.source}#{copy.number}"

@@ -60,7 +60,7 @@ class Membership:
     def tell(self, *, timeout_s: float | None = None, **what: Any) -> None:
         """Say what has changed of ``WorkerInfo``."""
         with self._telling:
-            self.info = msgspec.structs.replace(self.info, told=self.info.told + 1, **what)
+            self.info = msgspec.structs.replace(self.info, sequence=self.info.sequence + 1, **what)
             self.client.join_worker(self.info, timeout_s=timeout_s)
 
     def tell_weights(self, state: WeightsState, reason: str, void: bool) -> None:

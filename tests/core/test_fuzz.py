@@ -362,7 +362,7 @@ REQUESTS: list[msgspec.Struct] = [
     m.Supersede(incarnation="w", number=1),
     m.PublishDigest(incarnation="w", version=ONE, digests={"L": b"x"}),
     m.SetEngineState(incarnation="w", state="torn", version=ONE),
-    m.AskCopy(incarnation="w", timeout_s=30, verify="off"),
+    m.AskCatchUp(incarnation="w", timeout_s=30, verify="off"),
     m.Lend(incarnation="w", target="e", info=WRITER),
     m.Put(key="k", value=b"v", ttl_s=9),
     m.Get(key="k", wait_s=0),

@@ -49,7 +49,7 @@ others = st.one_of(
         version=versions,
         reason=st.just("so"),
     ),
-    st.builds(m.AskCopy, incarnation=names, timeout_s=st.just(6.0), verify=st.just("off")),
+    st.builds(m.AskCatchUp, incarnation=names, timeout_s=st.just(6.0), verify=st.just("off")),
     st.builds(
         m.PublishDigest,
         incarnation=names,
@@ -104,7 +104,7 @@ EVENTS: list[tuple[float, msgspec.Struct]] = [
     (1.0, m.ReportEngine(incarnation="a-c1", version=Version(1, 1), outcome="committed")),
     (2.0, worker("u", 0, 1)),
     (2.0, controller("u")),
-    (2.0, m.AskCopy(incarnation="u-c1", timeout_s=60, verify="off")),
+    (2.0, m.AskCatchUp(incarnation="u-c1", timeout_s=60, verify="off")),
     (2.0, m.Lend(incarnation="a-1-1", target="u", info=writer(1, 2, process=worker("a", 1, 2).info.process).info)),
     (2.0, controller("a", version=Version(1, 1))),  # its version was committed here: no new epoch
     (3.0, announce(0, 2)),
@@ -117,19 +117,19 @@ EVENTS: list[tuple[float, msgspec.Struct]] = [
     (9.0, m.Heartbeat(incarnations=["run2-w0", "a-0-2", "a-1-1", "u-0-1", "u-c1"])),
     (13.0, m.Heartbeat(incarnations=["run2-w0", "a-0-2", "a-1-1", "u-0-1", "u-c1"])),
     (16.0, m.Heartbeat(incarnations=["run2-w0", "a-0-2", "a-1-1", "u-0-1", "u-c1"])),  # the others are gone
-    (16.0, m.AskCopy(incarnation="u-c1", timeout_s=60, verify="off")),
+    (16.0, m.AskCatchUp(incarnation="u-c1", timeout_s=60, verify="off")),
     (17.0, writer(1, 2, run="run2")),
     (17.0, announce(0, 4, run="run2")),
     (17.0, announce(1, 4, run="run2")),
     (17.0, controller("a", version=Version(1, 1))),
 ]
-"""Something of everything: commits, a copy, fences, keys that go, members that are replaced or fall silent."""
+"""Something of everything: commits, a catch-up, fences, keys that go, members that are replaced or fall silent."""
 
 
 @pytest.mark.parametrize("cut", range(len(EVENTS)))
 def test_a_job_goes_on_alike_from_a_snapshot_after_any_entry(cut):
     first, resumed = Machine.begin("job", BEGIN, 0.0), Machine.begin("job", BEGIN, 0.0)
-    copied = 0
+    catch_ups = 0
     for position, (now, message) in enumerate(EVENTS):
         if position == cut:
             resumed = Machine.restored(resumed.saved())
@@ -137,15 +137,15 @@ def test_a_job_goes_on_alike_from_a_snapshot_after_any_entry(cut):
             assert resumed.store.status(now) == first.store.status(now)
         one = entry(message, "repeated" if isinstance(message, m.Announce) and message.number == 2 else "")
         assert told(resumed.apply(one, now)) == told(first.apply(one, now))
-        copied += len(first.store.view(now).copies)
+        catch_ups += len(first.store.view(now).catch_ups)
     assert state(resumed) == state(first)
     view = first.store.view(17.0)
-    assert (view.epoch, sorted(view.engines), copied > 0) == (2, ["a", "u"], True)
+    assert (view.epoch, sorted(view.engines), catch_ups > 0) == (2, ["a", "u"], True)
     assert view.engines["a"].version == Version(1, 1)
 
 
 def test_all_of_a_version_is_kept():
-    fields = set(Sync.__dataclass_fields__) - {"engines", "pulse"}
+    fields = set(Sync.__dataclass_fields__) - {"engines", "revision"}
     assert set(SavedSync.__struct_fields__) == fields
 
 

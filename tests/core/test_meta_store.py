@@ -276,7 +276,7 @@ def test_an_engine_that_restarts_with_another_world_drops_its_old_workers():
         store.join_worker(worker(rank=1, world=2), 0)
 
 
-def test_a_worker_cannot_hold_two_seats():
+def test_a_worker_cannot_hold_two_places():
     store = ready_store()
     with refused("invalid", "is worker 0 of engine e already"):
         store.join_worker(worker("f", process=process("e-0-1")), 0)
@@ -355,7 +355,7 @@ def test_a_lapsed_lease_is_not_renewed_but_the_member_may_join_again():
     assert store.view(10).engines["e"].generation == generation
 
 
-def test_one_incarnation_may_hold_a_seat_in_each_role():
+def test_one_incarnation_may_be_a_member_in_each_role():
     store = new_store()
     store.join_worker(worker(process=process("p")), 0)
     store.join_controller(m.JoinController(engine="e", process=process("p")), 0)
@@ -766,13 +766,13 @@ def test_digests_are_added_up_by_layout():
 
 def test_an_earlier_word_of_a_worker_that_arrives_late_is_not_taken():
     store = ready_store()
-    store.join_worker(worker(layout="L", manifest="M", told=1), 1)
+    store.join_worker(worker(layout="L", manifest="M", sequence=1), 1)
     store.join_worker(worker(), 8)
     (seen,) = store.view(8).engines["e"].workers
     assert (seen.layout, seen.manifest) == ("L", "M")
     store.tick(LEASE + 1)
     assert store.view(LEASE + 1).engines["e"].workers == [seen], "it is a sign of life all the same"
-    store.join_worker(worker(manifest="M", reason="does not fit", told=2), 12)
+    store.join_worker(worker(manifest="M", reason="does not fit", sequence=2), 12)
     assert store.view(12).engines["e"].workers[0].reason == "does not fit"
 
 
@@ -783,8 +783,8 @@ def test_copies_of_a_restarted_server_are_not_taken_for_those_before():
         for engine, version in (("a", Version(1, 3)), ("b", Version())):
             store.join_worker(worker(engine), 0)
             store.join_controller(controller(engine, version=version), 0)
-        store.ask_copy(m.AskCopy(incarnation="b-c1", timeout_s=9, verify="off"), 0)
-        numbers.append(store.view(0).copies["b"].number)
+        store.ask_catch_up(m.AskCatchUp(incarnation="b-c1", timeout_s=9, verify="off"), 0)
+        numbers.append(store.view(0).catch_ups["b"].number)
     assert numbers == [1, 1_000_001]
 
 

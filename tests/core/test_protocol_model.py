@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from awex_core.meta.copies import Copies
+from awex_core.meta.catch_ups import CatchUps
 from awex_core.meta.members import Fences
 from awex_core.meta.store import JobStore
 from awex_core.meta.sync import Sync
@@ -79,7 +79,7 @@ BROKEN: dict[str, tuple[tuple[type, str, Callable[..., Any]] | None, tuple[str, 
         "did not hold it",
     ),
     "a copy goes on while the trainer publishes": (
-        (Copies, "end", lambda self, reason: None),
+        (CatchUps, "end", lambda self, reason: None),
         (),
         "may compute with",
     ),

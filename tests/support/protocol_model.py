@@ -39,7 +39,7 @@ from awex_core.meta.store import JobStore
 from awex_core.meta.sync import Sync
 from awex_core.sync.attempt import Update, find_update, going_on
 from awex_core.sync.exchange import SessionKey, sources_of
-from awex_core.sync.lender import copy_key
+from awex_core.sync.lender import catch_up_key
 from awex_core.sync.session import has_traced
 from awex_core.version import INITIAL, Version
 
@@ -662,7 +662,8 @@ class Worker(Process):
 
     def _trace(self) -> Steps[None]:
         if not self.info.manifest:
-            self.info = msgspec.structs.replace(self.info, layout="L", manifest=MANIFEST, told=self.info.told + 1)
+            following = self.info.sequence + 1
+            self.info = msgspec.structs.replace(self.info, layout="L", manifest=MANIFEST, sequence=following)
             yield from self._rejoin()
 
     def _lend(self, target: str) -> Steps[None]:
@@ -841,13 +842,13 @@ class Lender:
                 except AwexError:
                     pass
 
-    def _copy(self, view: m.JobView) -> m.CopyView:
-        copy = view.copies.get(self.target)
+    def _copy(self, view: m.JobView) -> m.CatchUpView:
+        copy = view.catch_ups.get(self.target)
         if copy is None or copy.source != self.worker.engine.name or copy.sync.state == "done":
             raise TransferError("no longer takes weights")
         return copy
 
-    def _serve(self, copy: m.CopyView) -> Steps[None]:
+    def _serve(self, copy: m.CatchUpView) -> Steps[None]:
         worker, target = self.worker, self.target
         end = worker.world.now + copy.sync.remaining_s
         info = m.WriterInfo(
@@ -862,7 +863,7 @@ class Lender:
         yield from worker.rpc(m.Lend(incarnation=worker.incarnation, target=target, info=info))
         number = copy.number
 
-        def ready(view: m.JobView) -> m.CopyView | None:
+        def ready(view: m.JobView) -> m.CatchUpView | None:
             now = self._copy(view)
             if now.number != number:
                 raise TransferError("takes another copy by now")
@@ -874,7 +875,7 @@ class Lender:
         copy = yield from worker.wait_for(ready, timeout_s=left, what="the target")
         sync = copy.sync
         sources = worker.world.sources_of(copy.lenders)
-        key = SessionKey(sync.version.epoch, target, sync.engines[target].generation, copy_key(copy), sources)
+        key = SessionKey(sync.version.epoch, target, sync.engines[target].generation, catch_up_key(copy), sources)
         session = Session(worker, key, worker.rank, list(range(WORLD)), worker.bytes)
         try:
             yield from session.connect(end)
@@ -887,7 +888,7 @@ class Lender:
                 yield from worker.rpc(message)
 
             def over(view: m.JobView) -> bool | None:
-                now = view.copies.get(target)
+                now = view.catch_ups.get(target)
                 return True if now is None or now.number != number or now.sync.state == "done" else None
 
             left = max(end - worker.world.now, 0.0)
@@ -977,7 +978,7 @@ class Controller(Process):
         self.prepared = trainer
 
     def _lend(self, view: m.JobView) -> Steps[None]:
-        for target, copy in view.copies.items():
+        for target, copy in view.catch_ups.items():
             mine = copy.source == self.engine.name and copy.sync.state == "gathering" and self.state == "ready"
             if mine and copy.number not in self.lent:
                 self.lent.add(copy.number)
@@ -991,13 +992,13 @@ class Controller(Process):
         name = self.engine.name
 
         def opened(view: m.JobView) -> tuple[m.SyncView | None] | None:
-            copy = view.copies.get(name)
+            copy = view.catch_ups.get(name)
             if copy is None or copy.sync.state == "done":
                 return (None,)
             return (copy.sync,) if copy.sync.state == "open" else None
 
         try:
-            message = m.AskCopy(incarnation=self.incarnation, timeout_s=LIMIT_S, verify=self.world.chaos.verify)
+            message = m.AskCatchUp(incarnation=self.incarnation, timeout_s=LIMIT_S, verify=self.world.chaos.verify)
             yield from self.rpc(message)
             (sync,) = yield from self.wait_for(opened, timeout_s=LIMIT_S, what="another engine to lend")
         except AwexError:
@@ -1076,7 +1077,7 @@ class Controller(Process):
         return (mine.reason or "it failed") if mine.outcome == "failed" else ""
 
     def _sync_in(self, view: m.JobView, version: Version) -> m.SyncView | None:
-        copy = view.copies.get(self.engine.name)
+        copy = view.catch_ups.get(self.engine.name)
         for sync in (copy.sync if copy is not None else None, view.sync):
             if sync is not None and sync.version == version and self.engine.name in sync.engines:
                 return sync
@@ -1257,7 +1258,7 @@ class World:
     def _next_event(self) -> float:
         times = [t.wait.until for t in self.threads if t.wait is not None and t.process.stalled_until <= self.now]
         times += [p.stalled_until for p in self.processes if p.alive and p.stalled_until > self.now]
-        times += [self.server.store._pulse.due, self.now + LEASE_S]
+        times += [self.server.store._revision.due, self.now + LEASE_S]
         return min(time for time in times if time > self.now)
 
     def _pass(self, seconds: float) -> None:
@@ -1341,7 +1342,7 @@ class World:
             ghost.opened.setdefault((life, sync.version), active.run)
         if sync is not None:
             self._look_at_commits(sync, "", cause)
-        for copy in store._copies._by_target.values():
+        for copy in store._catch_ups._by_target.values():
             self._look_at_commits(copy.sync, copy.source, cause)
 
     def _look_at_commits(self, sync: Sync, source: str, cause: str) -> None:
@@ -1352,10 +1353,10 @@ class World:
             self.ghost.committed[mark] = sync
             self.log(f"COMMITTED {name} {sync.version} by {cause}")
             engine = self.server.store._engines.by_name[name]
-            seated = {seat.incarnation for seat in engine.workers.values()}
+            placed = {member.incarnation for member in engine.workers.values()}
             holding = self.ghost.held.get((self.server.life, str(sync.version)), set())
-            if len(seated) != WORLD or not seated <= holding:
-                raise Violation(f"{name} committed {sync.version} although {seated - holding} did not hold it")
+            if len(placed) != WORLD or not placed <= holding:
+                raise Violation(f"{name} committed {sync.version} although {placed - holding} did not hold it")
             self.ghost.kinds["copy" if source else "partial" if part.partial else "full"] += 1
             if source:
                 self.ghost.meaning[name, sync.version] = self.ghost.meaning[source, sync.version]

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Pulse:
-    """``revision`` rises with every change of what others see; nothing lapses before ``due``."""
+class Revision:
+    """``number`` rises with every change of what others see; nothing lapses before ``due``."""
 
-    revision: int = 0
+    number: int = 0
     due: float = -math.inf
 
-    def changed(self) -> None:
-        self.revision += 1
+    def advance(self) -> None:
+        self.number += 1
 
-    def wake_by(self, when: float) -> None:
+    def due_by(self, when: float) -> None:
         self.due = min(self.due, when)
