@@ -33,3 +33,6 @@ class Version(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_u
 
 
 INITIAL = Version(0, 0)
+
+UNKNOWN = "unknown"
+"""What an engine's answers say of their version while nobody knows it."""

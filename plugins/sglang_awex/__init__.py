@@ -1,13 +1,15 @@
 """SGLang serves the trainer's newest weights: ``sglang serve MODEL --weight-sync-backend=awex ...``.
 
-__init__   what SGLang calls in every process: hook the flags, the launcher and the schedulers
+__init__   what SGLang calls in every process
+hooks      flags and launcher where engines start, commands where they run
 options    the flags, and what they do not go with
 calls      SGLang's own calls, and what each does to the engine
 refusals   what of SGLang does not go with following a trainer
 guard      the tokenizer manager, which calls pass: who pauses, who waits
-engine     one scheduler rank: a ``WeightReader``, driven by commands to all ranks
+worker     one scheduler rank: a ``WeightReader``, driven by commands to all ranks
 layout     one rank's parameters, traced through SGLang's own loader
-commit     one engine: pause, receive, resume; status and refusal over HTTP
+host       one engine: pause, receive, resume; status and refusal over HTTP
+kept       what no checkpoint fills, and may stay as it is
 compat     the only file that touches private SGLang names
 """
 
@@ -25,9 +27,9 @@ def register() -> None:
         SystemExit: this SGLang lacks something the plugin needs, and weight sync is asked for. (SGLang
             only logs other exceptions, and would serve weights that no trainer ever reaches.)
     """
-    from sglang_awex import compat
+    from sglang_awex.hooks import hook_process
 
-    compat.hook_processes()
+    hook_process()
 
 
 def wait_for_version(engine: Any, *, timeout_s: float = 300.0) -> str:

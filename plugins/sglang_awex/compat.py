@@ -12,87 +12,69 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from awex_core.engines.ignored import EngineConfig, vision_layers
-from awex_core.errors import AwexError, ConfigError, PlanError
+from awex_core.errors import AwexError, PlanError
 from awex_core.layout.live import own_tensors
-from awex_core.settings import options as core_options
 
 Tensors = dict[str, torch.Tensor]
 
 _ARGS = "sglang.srt.server_args.ServerArgs"
-_ENGINE = "sglang.srt.entrypoints.engine.Engine"
-_CHECK = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
-_DISPATCHER = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
 
-
+# What is hooked
+ADD_FLAGS = f"{_ARGS}.add_cli_args"
+READ_FLAGS = f"{_ARGS}.from_cli_args"
+LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
+CHECK_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
+MAKE_DISPATCHER = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
 MAKE_MODEL = "sglang.srt.model_loader.loader._initialize_model"
 """Makes a model's modules, before anything is loaded into them."""
 
 
-# What each process is hooked with
+@dataclass(frozen=True)
+class Hook:
+    """A function to call around one of SGLang's, which ``target`` names."""
+
+    target: str
+    when: Literal["before", "after", "around"]
+    call: Callable[..., Any]
 
 
-def hook_processes() -> None:
-    """Register this process's hooks: flags and launcher where engines are started, commands where they run.
+def check_targets(hooks: Sequence[Hook]) -> None:
+    """See that this SGLang has what is to be hooked; raises ``ImportError`` or ``AttributeError``, which name it."""
+    for hook in hooks:
+        pkgutil.resolve_name(hook.target)
 
-    Raises:
-        SystemExit: weight sync is asked for, and something to hook is not there.
-    """
+
+def register_hooks(hooks: Sequence[Hook]) -> None:
+    """Have SGLang hook what it has of the targets, once all plugins are registered."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_awex import options, worker
-
-    launcher = multiprocessing.parent_process() is None or "sglang.srt.entrypoints.engine" in sys.modules
-    hooks: list[tuple[str, Any, Any]] = []
-    if launcher:
-        hooks += [
-            (f"{_ARGS}.add_cli_args", _add_flags, HookType.AFTER),
-            (f"{_ARGS}.from_cli_args", _read_flags, HookType.AFTER),
-            (f"{_ENGINE}._launch_subprocesses", _before_launch, HookType.BEFORE),
-            (f"{_ENGINE}._launch_subprocesses", _after_launch, HookType.AFTER),
-        ]
-    try:
-        if options.enabled():
-            hooks.append((_CHECK, worker.around_check_weights, HookType.AROUND))
-            if "sglang.srt.managers.scheduler" in sys.modules:  # other processes hold no model
-                hooks.append((MAKE_MODEL, remember_checkpoint_format, HookType.AFTER))
-                hooks.append((_DISPATCHER, worker.after_dispatcher, HookType.AFTER))
-            for target, _, _ in hooks:
-                pkgutil.resolve_name(target)
-    except (ConfigError, ImportError, AttributeError) as error:
-        raise SystemExit(f"awex: weight sync was asked for and cannot work with this SGLang: {error}") from error
-    for target, hook, kind in hooks:
-        HookRegistry.register(target, hook, kind)
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.call, HookType[hook.when.upper()])
 
 
-def _add_flags(_: Any, parser: Any) -> None:
-    core_options.add_flags(parser)
+def is_hooked(target: str) -> bool:
+    """Whether SGLang has let a function be hooked; when it has not, it logs why and goes on."""
+    return hasattr(pkgutil.resolve_name(target), "__wrapped__")
 
 
-def _read_flags(server_args: Any, _: Any, args: Any) -> None:
-    """After the command line is parsed: an HTTP server is about to start."""
-    if not core_options.read_flags(args):
-        return
-    from sglang_awex.host import attach_to_app
-
-    target = f"{_ENGINE}._launch_subprocesses"
-    if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):  # SGLang logs it, and goes on
-        raise ConfigError(f"SGLang did not let the awex plugin hook {target}; its log says why")
-    attach_to_app(importlib.import_module("sglang.srt.entrypoints.http_server").app)
+def starts_engines() -> bool:
+    """Whether engines are started in this process."""
+    return multiprocessing.parent_process() is None or "sglang.srt.entrypoints.engine" in sys.modules
 
 
-def _before_launch(*_: Any, **given: Any) -> None:
-    """Before any process of an engine is started: the last moment at which the environment reaches all."""
-    from sglang_awex import options
+def is_scheduler() -> bool:
+    """Whether this is a scheduler's process; others hold no model."""
+    return "sglang.srt.managers.scheduler" in sys.modules
 
-    if not options.enabled():
-        return
-    options.settle(settings(given["server_args"]))
-    core_options.make_command_key()
+
+def http_app() -> Any:
+    """The HTTP server's FastAPI application."""
+    return importlib.import_module("sglang.srt.entrypoints.http_server").app
 
 
 def settings(server_args: Any) -> Mapping[str, Any]:
@@ -105,17 +87,7 @@ def settings(server_args: Any) -> Mapping[str, Any]:
     return {**given, "dp_size": 1} if given["enable_dp_attention"] else given
 
 
-def _after_launch(launched: Any, engine_class: Any, **_: Any) -> None:
-    """After an engine's processes are up, in the one that its requests pass through."""
-    from sglang_awex import options
-    from sglang_awex.host import attach_to_manager, serves_http
-
-    manager = launched[0]
-    if options.enabled() and not serves_http() and hasattr(manager, "generate_request"):
-        _with_loop_of_next(engine_class, lambda loop: attach_to_manager(manager, loop))
-
-
-def _with_loop_of_next(engine_class: Any, use: Callable[[asyncio.AbstractEventLoop], None]) -> None:
+def with_loop_of_next(engine_class: Any, use: Callable[[asyncio.AbstractEventLoop], None]) -> None:
     """Use the loop in which an offline engine, which is just being made, will run its calls."""
     if hasattr(engine_class, "_ensure_event_loop"):
         use(engine_class._ensure_event_loop())

@@ -17,11 +17,9 @@ from typing import Any, Protocol
 from awex_core.engines.calls import Call
 from awex_core.errors import ConfigError, Interrupted
 from awex_core.meta.messages import WeightsState
+from awex_core.version import UNKNOWN
 from sglang_awex import compat
 from sglang_awex.calls import MANAGER
-
-UNKNOWN = "unknown"
-"""What answers say of their version while nobody knows it."""
 
 
 class Host(Protocol):

@@ -26,10 +26,9 @@ from awex_core.settings.options import COMMAND_KEY, EngineOptions
 from awex_core.sync.ownership import ORDER
 from awex_core.sync.process import device_name
 from awex_core.sync.reader import WeightReader
-from awex_core.version import Version
+from awex_core.version import UNKNOWN, Version
 from sglang_awex import compat
 from sglang_awex.calls import DESTROYS, HARMLESS_RPCS, LOSES, REQUESTS
-from sglang_awex.guard import UNKNOWN
 from sglang_awex.layout import SglangWorkerModel
 from sglang_awex.refusals import why_unsupported
 

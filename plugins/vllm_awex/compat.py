@@ -7,7 +7,7 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -543,19 +543,19 @@ def why_dropped(model: torch.nn.Module, name: str) -> str:
 # The engine's core
 
 
-def hook_loaded() -> None:
-    """Hook what of the engine this process has loaded: in a core's or a worker's process, while that is being made."""
-    if "vllm.v1.engine.core" in sys.modules:
-        hook_core()
-    if "vllm.v1.worker.worker_base" in sys.modules:
-        hook_workers()
+def has_core() -> bool:
+    """Whether this process has loaded what engine cores are made of."""
+    return "vllm.v1.engine.core" in sys.modules
 
 
-def hook_core() -> None:
-    """Have ``vllm_awex.guard`` take charge of each engine core that is made in this process."""
+def has_workers() -> bool:
+    """Whether this process has loaded what workers are made of."""
+    return "vllm.v1.worker.worker_base" in sys.modules
+
+
+def hook_core(install: Callable[[Any], None]) -> None:
+    """Have ``install`` take charge of each engine core that is made in this process."""
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
-
-    from vllm_awex.guard import install
 
     def after(original: Any) -> Any:
         @functools.wraps(original)

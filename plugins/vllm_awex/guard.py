@@ -22,13 +22,11 @@ from awex_core.errors import ConfigError, first_line
 from awex_core.meta.messages import WeightsState
 from awex_core.settings.options import COMMAND_KEY
 from awex_core.sync.ownership import worst
+from awex_core.version import UNKNOWN
 from vllm_awex import compat
 from vllm_awex.calls import CORE, DESTROYS, LOSES, OFFLINE, WORKER
 
 logger = logging.getLogger(__name__)
-
-UNKNOWN = "unknown"
-"""What answers say of their version while nobody knows it."""
 
 _OWNED = Call("owned")
 
