@@ -168,11 +168,11 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _writers_table(writers: list[WriterInfo]) -> Table:
-    table = _table("Writers", "rank", "run", "host", "pid", "device", "limits")
+    table = _table("Writers", "rank", "run", "host", "pid", "device", "release", "limits")
     for info in writers:
         where = info.process
         rank = f"{info.rank} of {info.world}"
-        table.add_row(*_plain(rank, info.run, where.host, str(where.pid), where.device, _limits(where)))
+        table.add_row(*_plain(rank, info.run, where.host, str(where.pid), where.device, where.release, _limits(where)))
     return table
 
 
@@ -182,16 +182,18 @@ def _limits(process: Process) -> str:
 
 
 def _engines_table(engines: list[EngineView]) -> Table:
-    table = _table("Engines", "engine", "state", "version", "live", "workers", "pids", "generation", "limits", "reason")
+    columns = ("engine", "state", "version", "live", "workers", "pids", "release", "generation", "limits", "reason")
+    table = _table("Engines", *columns)
     for view in engines:
         live = "yes" if view.live else f"gone for {view.gone_s:.0f} s" if view.gone_s else "no"
         world = view.workers[0].world if view.workers else 0
         workers = f"{len(view.workers)} of {world}"
         pids = ", ".join(str(worker.process.pid) for worker in view.workers)
         limits = _limits(view.workers[0].process) if view.workers else ""
+        releases = ", ".join(dict.fromkeys(worker.process.release for worker in view.workers))
         table.add_row(
             *_plain(view.engine, view.state, str(view.version), live, workers, pids),
-            *_plain(str(view.generation), limits, f"parked: {view.parked}" if view.parked else view.reason),
+            *_plain(releases, str(view.generation), limits, f"parked: {view.parked}" if view.parked else view.reason),
         )
     return table
 

@@ -13,6 +13,7 @@
     ├── MetaServerError      the meta server refused a request, or could not be reached
     │   ├── Refused          the request cannot be granted; its code says of which kind
     │   ├── Unauthorized     wrong or missing token
+    │   ├── Incompatible     the other end is of a release that speaks another protocol; names both
     │   ├── Fenced           a newer incarnation or version has taken this caller's place
     │   └── Unreachable      no answer within the time limit
     ├── SyncTimeout          a wait ended at its limit; names who did not arrive
@@ -91,6 +92,10 @@ class Refused(MetaServerError):
 
 class Unauthorized(MetaServerError):
     """The bearer token is missing or wrong."""
+
+
+class Incompatible(MetaServerError):
+    """The other end is of a release that this one does not understand; the message names both, and the remedy."""
 
 
 class Fenced(MetaServerError):

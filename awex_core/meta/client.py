@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from awex_core.errors import Fenced, MetaServerError, Refused, SyncTimeout, Unauthorized, Unreachable
+from awex_core.errors import Fenced, Incompatible, MetaServerError, Refused, SyncTimeout, Unauthorized, Unreachable
 from awex_core.layout import content_hash
 from awex_core.meta.addresses import split_addresses
 from awex_core.meta.messages import (
@@ -59,6 +59,7 @@ from awex_core.meta.messages import (
     WorkerInfo,
     WriterInfo,
 )
+from awex_core.meta.release import HEADER, OURS, why_apart
 from awex_core.meta.tls import VARIABLES, Tls
 from awex_core.modes import VerifyMode
 from awex_core.version import INITIAL, Version
@@ -97,7 +98,7 @@ class MetaClient:
     ``address`` is ``HOST:PORT``, or several with commas between, of servers that share a store: when one does not
     answer, the next one is asked. ``timeout_s`` bounds each call, retries included.
     With ``tls`` both ends show certificates. A refusal raises ``Unauthorized``,
-    ``Fenced`` or ``Refused`` (a ``MetaServerError`` whose ``code`` is that of the
+    ``Fenced``, ``Incompatible`` or ``Refused`` (a ``MetaServerError`` whose ``code`` is that of the
     ``ErrorReply``); silence, and a certificate that is not trusted, raise ``Unreachable``.
     """
 
@@ -111,7 +112,7 @@ class MetaClient:
         self._path = f"{_JOBS}/{quote(job, safe='')}"
         self._http = httpx.Client(
             verify=tls.client_context() if tls else False,
-            headers={"authorization": f"Bearer {token}"},
+            headers={"authorization": f"Bearer {token}", HEADER: OURS.header},
             # A proxy in the environment is meant for the internet, not for the cluster.
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=30),
@@ -437,7 +438,7 @@ class MetaClient:
                     raise put_off or Unreachable(self._silence(asked, limit_s, trouble)) from trouble
                 continue
             if response.is_success or (missing_ok and response.status_code == 404):
-                return response
+                return _understood(response, self._addresses[asked])
             put_off = _refusal(response, self._addresses[asked])
             code = put_off.code if isinstance(put_off, Refused) else ""
             if code == "unavailable":
@@ -592,11 +593,19 @@ def _snake_case(name: str) -> str:
 def _decode(body: bytes, kind: type[Reply], decode: Callable[..., Any]) -> Reply:
     try:
         reply: Reply = decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise MetaServerError(
             f"the answer is not a {kind.__name__} ({error}); is the meta server of the same release?"
         ) from error
     return reply
+
+
+def _understood(response: httpx.Response, address: str) -> httpx.Response:
+    """The answer of a server that speaks our protocol."""
+    apart = why_apart(response.headers.get(HEADER, ""), f"meta server {address}")
+    if apart:
+        raise Incompatible(apart)
+    return response
 
 
 def _refusal(response: httpx.Response, address: str) -> MetaServerError:
@@ -606,13 +615,16 @@ def _refusal(response: httpx.Response, address: str) -> MetaServerError:
         return _unauthorized(address, f"wrong bearer token; {TOKEN_REMEDY}")
     try:
         reply = msgspec.msgpack.decode(response.content, type=ErrorReply)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return MetaServerError(
             f"{address} answered {response.request.method} {response.request.url.path} with status"
             f" {response.status_code}, which is not an answer of a meta server; check the address"
         )
     if reply.code == "unauthorized":
         return _unauthorized(address, reply.message)
+    apart = why_apart(response.headers.get(HEADER, ""), f"meta server {address}")
+    if apart:
+        return Incompatible(apart)
     if reply.code == "fenced":
         return Fenced(reply.message)
     return Refused(reply.code, reply.message)

@@ -25,8 +25,19 @@ EngineOutcome = Literal["pending", "updating", "committed", "failed"]
 Lane = Annotated[int, msgspec.Meta(ge=0, lt=LANES)]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
+RELEASE = "0.1.0"
+"""Of this package."""
+
+PROTOCOL = (1, 0)
+"""The major and the minor version of all that is said here, which every message's header carries (``release``).
+
+A field or request that others can do without raises the minor version: it has a default, and who does not know it
+ignores it. What changes the meaning of anything, or takes it away, raises the major one.
+"""
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that are not known here are those of a newer minor version, and ignored."""
 
 
 class Process(_Message, frozen=True):
@@ -47,6 +58,8 @@ class Process(_Message, frozen=True):
     """Its time limit for a version, in seconds, for people to see; 0 if it has told none."""
     connect_timeout_s: float = 0.0
     """Its time limit for an answer of the meta server."""
+    release: str = ""
+    """Of this package, for people to see."""
 
 
 class WriterInfo(_Message, frozen=True):
@@ -153,7 +166,7 @@ DIGEST_NBYTES = 8 * LANES
 DigestPart = Annotated[bytes, msgspec.Meta(min_length=DIGEST_NBYTES, max_length=DIGEST_NBYTES)]
 
 
-class DigestView(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class DigestView(msgspec.Struct, frozen=True, array_like=True):
     """The digest of one destination layout: the sum of all writer ranks' shares, once none is missing."""
 
     sum: DigestPart

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from awex_core.meta.messages import ErrorReply, JobList, JobStatus
+from awex_core.meta.release import HEADER, HEADER_PATTERN
 from awex_core.meta.requests import REPLIES, REQUESTS
 
 MSGPACK, JSON, BYTES = "application/msgpack", "application/json", "application/octet-stream"
@@ -58,7 +59,10 @@ def describe() -> dict[str, Any]:
             **{f"/v1/jobs/{{job}}/{name}": _request(name, kind) for name, kind in REQUESTS.items()},
             "/v1/jobs/{job}/blobs/{hash}": {
                 "parameters": [_job(), _parameter("path", "hash", BLOB_PATTERN, "The blob's content hash")],
-                "put": _operation("Keep a blob", _msgpack("Ok"), body={BYTES: {"schema": {}}}),
+                "put": {
+                    **_operation("Keep a blob", _msgpack("Ok"), body={BYTES: {"schema": {}}}),
+                    "parameters": [_release()],
+                },
                 "get": _operation("A blob", {BYTES: {"schema": {}}}),
                 "head": _operation("Whether a blob is here; it is then kept for a while", {}, bodies=False),
             },
@@ -94,7 +98,7 @@ def _request(name: str, kind: type[msgspec.Struct]) -> dict[str, Any]:
         _msgpack(REPLIES[name].__name__),
         body=_msgpack(kind.__name__),
     )
-    return {"parameters": [_job()], "post": {**operation, "operationId": name, "parameters": [key]}}
+    return {"parameters": [_job()], "post": {**operation, "operationId": name, "parameters": [key, _release()]}}
 
 
 def _operation(
@@ -127,6 +131,11 @@ def _json(name: str) -> dict[str, Any]:
 
 def _job() -> dict[str, Any]:
     return _parameter("path", "job", JOB_PATTERN, "The job's name")
+
+
+def _release() -> dict[str, Any]:
+    about = "The caller's protocol, major.minor, and its release; another major version than the server's is refused"
+    return {**_parameter("header", HEADER, HEADER_PATTERN, about), "required": True}
 
 
 def _parameter(where: str, name: str, pattern: str, about: str) -> dict[str, Any]:

@@ -54,6 +54,6 @@ def decode_request(name: str, body: bytes) -> msgspec.Struct:
     """
     try:
         message: msgspec.Struct = _DECODERS[name].decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused("invalid", f"body of {len(body)} bytes: {error}") from error
     return message

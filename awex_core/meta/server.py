@@ -38,6 +38,7 @@ from awex_core.meta.job import Job, Jobs, MemoryJobs
 from awex_core.meta.limits import Limits
 from awex_core.meta.messages import TOKEN_REMEDY, ErrorReply, JobList
 from awex_core.meta.openapi import BLOB_PATTERN, JOB_PATTERN, STATUS_OF, describe
+from awex_core.meta.release import HEADER, OURS, why_apart
 from awex_core.meta.requests import JOINS, REQUESTS, decode_request
 from awex_core.meta.tls import Tls
 
@@ -101,6 +102,7 @@ class _Service:
         async def guarded(request: Request) -> Response:
             try:
                 self._check_token(request)
+                _check_release(request)
                 if "job" in request.path_params:
                     _check_name(request.path_params["job"])
                 return await handler(request)
@@ -126,7 +128,7 @@ class _Service:
     async def _request(self, request: Request) -> Response:
         name = request.path_params["request"]
         if name not in REQUESTS:
-            raise Refused("unknown", f"unknown request {name!r}; client and server must be of the same release")
+            raise Refused("unknown", f"unknown request {name!r}; this meta server is of {OURS}: upgrade it first")
         # Known before its body is read; after that only so that a refused join leaves no job behind.
         create = name in JOINS
         if not create:
@@ -317,6 +319,7 @@ class _Uvicorn(uvicorn.Server):
             timeout_keep_alive=75,
             timeout_graceful_shutdown=2,
             ws="none",
+            headers=[(HEADER, OURS.header)],
         )
         config.load()
         config.ssl = tls
@@ -347,6 +350,14 @@ def _check_settings(token: str, lease_s: float) -> None:
         raise ConfigError("the token is empty; give one with --token-file or AWEX_TOKEN")
     if not 0 < lease_s <= 3600:
         raise ConfigError(f"lease_s is {lease_s}; give seconds above 0 and up to 3600, for example 10")
+
+
+def _check_release(request: Request) -> None:
+    """Refuse members of releases that speak another protocol. People who only look need not name one."""
+    header = request.headers.get(HEADER, "")
+    apart = why_apart(header, "the caller") if header or request.method in ("POST", "PUT") else ""
+    if apart:
+        raise Refused("invalid", apart)
 
 
 def _check_name(job: str) -> None:

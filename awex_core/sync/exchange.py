@@ -18,7 +18,7 @@ from awex_core.transfer.transport import read_value
 _POLL_S = 5.0
 
 
-class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Accept(msgspec.Struct, frozen=True):
     """A worker's word that it has planned: per writer rank, what it expects and how it will get it.
 
     The engine's settings decide. All members of both sides take part in a collective transport that one pair uses.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from awex_core.errors import ConfigError
 from awex_core.meta.addresses import split_addresses
-from awex_core.meta.messages import Process
+from awex_core.meta.messages import RELEASE, Process
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ def this_process(config: SyncConfig, device: str = "cpu") -> Process:
         address=local_address(config.meta_server),
         sync_timeout_s=config.sync_timeout_s,
         connect_timeout_s=config.connect_timeout_s,
+        release=RELEASE,
     )
 
 

@@ -151,7 +151,7 @@ def read_value(data: bytes, kind: type[_Value], whose: str) -> _Value:
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TransferError(
             f"what {whose} left is not to be read ({error}); install the same release of awex-plugins on both sides"
         ) from error

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from awex_core.meta.release import HEADER, OURS
 from tests.chaos import mounts
 from tests.chaos.director import GO, Event, Trap
 from tests.chaos.others import OTHERS, Caller
@@ -252,7 +253,7 @@ def speak_nonsense(stage: Stage) -> None:
     """What peers of another release, and strangers, send to the meta server."""
     token = stage.meta.token_file.read_text().strip()
     url = f"http://127.0.0.1:{stage.meta.port}/v1/jobs/default"
-    right = {"authorization": f"Bearer {token}"}
+    right = {"authorization": f"Bearer {token}", HEADER: OURS.header}
     bodies = [
         b"",
         b"\x00" * 64,

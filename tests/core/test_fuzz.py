@@ -36,7 +36,7 @@ from awex_core.layout import (
     encode_layout,
     encode_manifest,
 )
-from awex_core.meta import job, requests, server
+from awex_core.meta import job, release, requests, server
 from awex_core.meta import messages as m
 from awex_core.meta.limits import Limits
 from awex_core.meta.machine import Begin, Entry, Machine
@@ -370,7 +370,7 @@ REQUESTS: list[msgspec.Struct] = [
     m.Watch(since=0, wait_s=0),
     m.Leave(incarnation="w"),
 ]
-TOKEN = {"authorization": "Bearer t"}
+TOKEN = {"authorization": "Bearer t", release.HEADER: release.OURS.header}
 
 
 def name_of(request: msgspec.Struct) -> str:

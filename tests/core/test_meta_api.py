@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
 from awex_core.meta import job, openapi
 from awex_core.meta.requests import REQUESTS
 from awex_core.meta.server import MetaServer
-from tests.core.test_meta_server import TOKEN
+from tests.core.test_meta_server import HEADERS, TOKEN
 from tests.core.test_meta_store import announce, controller, worker, writer
 
 EXAMPLES = int(os.environ.get("AWEX_API_EXAMPLES", "10"))
@@ -85,8 +85,7 @@ def server() -> Iterator[MetaServer]:
         for message in JOIN:
             name = openapi_name(message)
             url = f"http://{server.address}/v1/jobs/j/{name}"
-            headers = {"authorization": f"Bearer {TOKEN}"}
-            reply = httpx.post(url, content=msgspec.msgpack.encode(message), headers=headers, trust_env=False)
+            reply = httpx.post(url, content=msgspec.msgpack.encode(message), headers=HEADERS, trust_env=False)
             assert reply.status_code == 200, reply.content
         yield server
     patch.undo()

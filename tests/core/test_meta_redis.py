@@ -30,7 +30,7 @@ from awex_core.meta.server import MetaServer
 from awex_core.settings.config import SyncConfig
 from awex_core.testing.fake_engine import holds
 from awex_core.version import Version
-from tests.core.test_meta_server import TOKEN, in_thread, process, until, worker, writer
+from tests.core.test_meta_server import HEADERS, TOKEN, in_thread, process, until, worker, writer
 from tests.core.test_sync import Loop, Trainer
 from tests.support.authority import Authority
 from tests.support.redis import RedisProcess
@@ -136,7 +136,7 @@ def test_a_repeat_at_another_server_gets_the_first_answer(serve):
     body = msgspec.msgpack.encode(m.Announce(incarnation="w", number=1, timeout_s=5, verify="off"))
 
     def announce(server: MetaServer, key: str) -> int:
-        headers = {"authorization": f"Bearer {TOKEN}", "idempotency-key": key}
+        headers = HEADERS | {"idempotency-key": key}
         url = f"http://{server.address}/v1/jobs/job/announce"
         return httpx.post(url, content=body, headers=headers, trust_env=False, timeout=20).status_code
 
