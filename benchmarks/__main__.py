@@ -7,13 +7,14 @@ import sys
 
 from rich.console import Console
 
-from benchmarks import bench_memory, bench_plan, bench_publish, bench_trace, bench_transfer
+from benchmarks import bench_control, bench_memory, bench_plan, bench_publish, bench_trace, bench_transfer
 from benchmarks.report import finish
 
 BENCHES = {
     "transfer_gloo": bench_transfer.gloo,
     "transfer_shm": bench_transfer.shm,
     "digest": bench_transfer.digest,
+    "control": bench_control.control,
     "plan": bench_plan.plan,
     "trace": bench_trace.trace,
     "staging": bench_memory.staging,

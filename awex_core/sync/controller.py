@@ -420,7 +420,6 @@ class EngineController:
     async def _update(self, sync: SyncView) -> None:
         """One version, from connect to resume."""
         limit_s = sync.remaining_s + _GRACE_S
-        await self._report(sync.version, "updating")
         shadow, figures = self.config.receive == "shadow", dict[str, float]()
         failure = await self._connect(sync.version, limit_s)
         if shadow and not failure:
@@ -467,7 +466,9 @@ class EngineController:
         """Have the workers plan and connect; returns why that failed, or nothing."""
         try:
             await self._within(limit_s, self._host.connect(version), "the workers to connect")
-            return await self._failure(version)
+            # Said last, so that the answer tells whether a worker has failed.
+            accepted, reason = await self._report(version, "updating")
+            return "" if accepted else reason
         except Exception as error:  # noqa: BLE001 - whatever it was, the workers must be told to let go
             return str(error) or type(error).__name__
 
@@ -523,15 +524,15 @@ class EngineController:
         task.result()
 
     async def _commit(self, version: Version, figures: dict[str, float], limit_s: float) -> None:
-        failure, _ = await asyncio.gather(
-            self._call(lambda: self._await_workers(version, limit_s, "reported")),
-            self._within(limit_s, self._host.show(str(version)), "the engine to show its version"),
-        )
-        if failure:
-            raise TransferError(failure)
+        await self._within(limit_s, self._host.show(str(version)), "the engine to show its version")
         self._deciding.clear()
         try:
             accepted, reason = await self._report(version, "committed", figures=figures)
+            if not accepted:  # an engine's call may return when its first workers are done
+                failure = await self._call(lambda: self._await_workers(version, limit_s, "reported"))
+                if failure:
+                    raise TransferError(failure)
+                accepted, reason = await self._report(version, "committed", figures=figures)
             if not accepted:
                 raise TransferError(f"version {version} was received but not committed: {reason}")
             self.state, self.version, self.reason = "ready", version, ""

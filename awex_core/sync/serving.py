@@ -229,7 +229,7 @@ class ServedVersion:
                 session,
                 requests.deadline,
                 only,
-                lambda: self._digests_for(engine),
+                lambda: self._digests_for(session),
                 self._publish,
                 lambda: requests.next(limit_s),
             )
@@ -244,11 +244,10 @@ class ServedVersion:
             server.drop(engine)
             self._report(engine, str(error) or type(error).__name__)
 
-    def _digests_for(self, engine: str) -> dict[str, bytes]:
+    def _digests_for(self, session: WriterSession) -> dict[str, bytes]:
         if self._sync.verify == "off":
             return {}
-        view = self._server.client.watch()
-        wanted = {worker.layout for worker in view.engines[engine].workers}
+        wanted = session.layouts
         with self._digesting:  # engines with equal layouts share the work
             for name in sorted(wanted - set(self._digests)):
                 self._digests[name] = self._server.digests.partial(name, self._sync, self._sources, self._memory)

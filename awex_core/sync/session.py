@@ -136,8 +136,10 @@ class Members:
 class WriterSession:
     """One writer rank's end towards one engine; made by ``open``."""
 
-    def __init__(self, key: SessionKey, rank: int, memory: Memory, pairs: _Pairs) -> None:
-        self.key, self.rank, self.memory, self._pairs = key, rank, memory, pairs
+    def __init__(self, members: Members, rank: int, memory: Memory, pairs: _Pairs) -> None:
+        self.key, self.rank, self.memory, self._pairs = members.key, rank, memory, pairs
+        self.layouts = frozenset(worker.layout for worker in members.workers)
+        """Names of what its workers hold."""
         self._senders: dict[str, Sender] = {}
 
     @classmethod
@@ -166,7 +168,7 @@ class WriterSession:
             {worker.rank: layout.tensors for worker, layout in zip(workers, layouts, strict=True)},
             {peer: accept.always for peer, accept in accepts.items()},
         )
-        session = cls(members.key, rank, memory, pairs)
+        session = cls(members, rank, memory, pairs)
         device = _device_of(memory, workers)
         session._connect(_Opening(members, rank, device, list(accepts.values()), context, deadline))
         return session

@@ -59,7 +59,7 @@ class Verification:
         tensors, damaged = traced.layout.tensors, attempt.progress.damaged
         mode: VerifyMode = msgspec.convert(sync.verify, VerifyMode)
         only = verified_tensors(tensors, mode, sync.version.number)
-        expected = empty_lanes() if mode == "off" else self._expected(attempt, session.writers)
+        expected = empty_lanes() if mode == "off" else self._expected(sync, attempt, session.writers)
         wrong = self._differing(attempt, traced, memory, expected, only)
         suspects = wrong | lanes_of(itertools.chain(*(damage.tensors for damage in damaged)), len(tensors))
         if suspects:
@@ -145,8 +145,10 @@ class Verification:
             ]
             raise VerifyError(list_faults(summary, faults))
 
-    def _expected(self, attempt: Attempt, writers: int) -> Lanes:
+    def _expected(self, seen: SyncView, attempt: Attempt, writers: int) -> Lanes:
         """The trainer's digest of this worker's layout, once every writer rank has sent its share.
+
+        It is often in what was seen before the transfer: the ranks digest while the engine gets ready.
 
         Raises:
             SyncTimeout: not all have by the deadline; names the ranks.
@@ -154,14 +156,18 @@ class Verification:
         """
         info, missing = self.member.info, list(range(writers))
 
-        def complete(view: JobView) -> Lanes | None:
-            sync = going_on(view, info.engine, attempt.version, attempt.copy, "verified")
+        def whole(sync: SyncView) -> Lanes | None:
             digest = sync.digests.get(info.layout)
             if digest is None:
                 return None
             missing[:] = digest.missing
             return unpack_lanes(digest.sum) if not missing else None
 
+        def complete(view: JobView) -> Lanes | None:
+            return whole(going_on(view, info.engine, attempt.version, attempt.copy, "verified"))
+
+        if (known := whole(seen)) is not None:
+            return known
         what = f"the digest of version {attempt.version}"
         try:
             return self.member.client.wait_for(complete, timeout_s=attempt.deadline.remaining(what), what=what)

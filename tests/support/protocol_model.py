@@ -1019,7 +1019,6 @@ class Controller(Process):
     def _update(self, sync: m.SyncView) -> Steps[None]:
         limit_s = sync.remaining_s + CONTROLLER_GRACE_S
         version, engine = sync.version, self.engine
-        yield from self._report(version, "updating")
         failure = yield from self._connect(version, limit_s)
         if failure:
             yield from engine.call("release", None, limit_s)
@@ -1047,7 +1046,8 @@ class Controller(Process):
         named = version if self.world.random.random() < 0.5 else None  # vLLM's call to its workers names none
         try:
             yield from self.engine.call("connect", named, limit_s)
-            return self._failure_in((yield from self.watch()), version)
+            accepted, reason = yield from self._report(version, "updating")
+            return "" if accepted else reason
         except AwexError as error:
             return str(error) or type(error).__name__
 
@@ -1059,11 +1059,12 @@ class Controller(Process):
         self.paused = False
 
     def _commit(self, version: Version, limit_s: float) -> Steps[None]:
-        if not self.world.mutant("controller waits for no report"):
+        accepted, reason = yield from self._report(version, "committed")
+        if not accepted:
             failure = yield from self._await_workers(version, limit_s)
             if failure:
                 raise TransferError(failure)
-        accepted, reason = yield from self._report(version, "committed")
+            accepted, reason = yield from self._report(version, "committed")
         if not accepted:
             raise TransferError(f"not committed: {reason}")
         self.world.shows(self, version)
