@@ -6,13 +6,14 @@
 from awex_core.layout.coverage import memory_gaps, memory_overlaps
 from awex_core.layout.dtypes import can_convert, dtype_code, itemsize
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout, content_hash
-from awex_core.layout.wire import decode_layout, decode_manifest, encode_layout, encode_manifest
+from awex_core.layout.wire import Manifest, decode_layout, decode_manifest, encode_layout, encode_manifest
 
 __all__ = [
     "Buffer",
     "CanonicalTensor",
     "Constant",
     "Layout",
+    "Manifest",
     "Shard",
     "build_layout",
     "can_convert",

@@ -5,22 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from awex_core.layout.layout import Layout
-from awex_core.layout.wire import decode_layout
+from awex_core.layout.wire import Manifest, decode_layout, decode_manifest
 from awex_core.meta.client import MetaClient
 from awex_core.settings.config import SyncConfig
 
 
 class LayoutCache:
-    """Layouts by hash, fetched once."""
+    """Layouts and manifests by hash, fetched once."""
 
     def __init__(self, client: MetaClient) -> None:
         self._client = client
         self._layouts: dict[str, Layout] = {}
+        self._manifests: dict[str, Manifest] = {}
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest with this hash."""
+        if name not in self._manifests:
+            self._manifests[name] = Manifest(name, decode_manifest(self._client.get_blob(name)))
+        return self._manifests[name]
 
     def get(self, name: str) -> Layout:
         """The layout with this hash."""
         if name not in self._layouts:
-            self._layouts[name] = decode_layout(self._client.get_blob(name))
+            self._layouts[name] = decode_layout(self._client.get_blob(name), self.manifest)
         return self._layouts[name]
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from awex_core.errors import AwexError
 from awex_core.layout.layout import Layout
-from awex_core.layout.wire import encode_layout
+from awex_core.layout.wire import Manifest, encode_layout
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.limits import MAX_TEXT
 from awex_core.meta.messages import WeightsState, WorkerInfo
@@ -73,10 +73,10 @@ class Membership:
         except AwexError as error:  # told again when the lease is renewed
             logger.warning("awex: worker %d of engine %s: %s", self.info.rank, self.info.engine, error)
 
-    def tell_layout(self, layout: Layout, **what: Any) -> None:
-        """The same, with the layout of the traced model."""
-        self._layout = encode_layout(layout)
-        self.tell(layout=self.client.put_blob(self._layout), **what)
+    def tell_layout(self, layout: Layout, manifest: Manifest, **what: Any) -> None:
+        """The same, with the layout of the model as it was traced for a manifest."""
+        self._layout = encode_layout(layout, manifest)
+        self.tell(layout=self.client.put_blob(self._layout), manifest=manifest.name, **what)
         self.client.put_blob(self._layout)  # a server that was restarted before it heard of this worker has lost it
 
     def leave(self) -> None:

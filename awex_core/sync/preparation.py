@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from awex_core.errors import ConfigError, PlanError, SyncTimeout, list_faults
-from awex_core.layout.wire import decode_manifest
 from awex_core.meta.messages import EngineView, JobView, WriterInfo
 from awex_core.plan import CopyProgram, SourceIndex, index_sources
 from awex_core.sync.context import SyncContext
@@ -90,10 +89,10 @@ class Preparation:
             self._traced, self._ownership.stale = None, False
         if self._traced is None or self._traced[0] != name:
             self._on_change()
-            manifest = decode_manifest(self._client.get_blob(name))
+            manifest = self._layouts.manifest(name)
             self._traced = None  # a model that is refused half-way no longer has the memory of the one before
             begun = time.perf_counter()
-            traced = self._model.trace(manifest)
+            traced = self._model.trace(manifest.tensors)
             self._log(traced, time.perf_counter() - begun)
             self.shadow = None  # frees another model's before this one's is made
             self.shadow = self._make_shadow(traced)
@@ -104,7 +103,8 @@ class Preparation:
         if (self._member.info.manifest, self._member.info.reason) != (name, ""):  # another model may have come between
             replaced = [module.name for module in traced.loader_path]
             shadow = self.shadow is not None
-            self._member.tell_layout(traced.layout, manifest=name, reason="", replaced=replaced, shadow=shadow)
+            manifest = self._layouts.manifest(name)
+            self._member.tell_layout(traced.layout, manifest, reason="", replaced=replaced, shadow=shadow)
         return traced
 
     def _make_shadow(self, traced: TracedModel) -> Shadow | None:

@@ -22,7 +22,7 @@ from awex_core.errors import (
 )
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Held, Memory, check_memory
-from awex_core.layout.wire import encode_layout, encode_manifest
+from awex_core.layout.wire import Manifest, encode_layout, encode_manifest
 from awex_core.meta.client import LeaseKeeper
 from awex_core.meta.messages import JobView, JoinReply, Process, SyncView, WriterInfo
 from awex_core.modes import VerifyMode, mode_of_version
@@ -117,7 +117,7 @@ class WeightWriter:
         self._offer = _Offer(layout, Exports(memory))
         self._known: _Offer | None = None
         """What the meta server has been told last."""
-        self._manifest = tuple(sorted(manifest))
+        self._manifest = Manifest.of(manifest)
         self._leases = LeaseKeeper(self._client, self._join().lease_s, lambda _: self._join())
         self._leases.add(self._process.incarnation)
         self._wait_for_run()
@@ -131,7 +131,8 @@ class WeightWriter:
 
     def _join(self) -> JoinReply:
         offer = self._offer  # the lease's thread joins again whenever it has to
-        blobs = {"layout": encode_layout(offer.layout), "manifest": encode_manifest(self._manifest)}
+        manifest = encode_manifest(self._manifest.tensors)
+        blobs = {"layout": encode_layout(offer.layout, self._manifest), "manifest": manifest}
         endpoints = offer.exports.encode()
 
         def put() -> dict[str, Any]:
@@ -265,7 +266,7 @@ class WeightWriter:
         check_choice("verify", verify, get_args(VerifyMode))
         if quorum is not None and quorum < 0:
             raise ConfigError(f"quorum must be a number of engines; got {quorum}")
-        patterns = check_patterns(only, self._manifest)
+        patterns = check_patterns(only, self._manifest.tensors)
         self._free_snapshot()
         if live is not self._live:
             self._follow(layout, live)

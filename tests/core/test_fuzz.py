@@ -13,6 +13,7 @@ import os
 import struct
 import time
 import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from awex_core.layout import (
     encode_layout,
     encode_manifest,
 )
+from awex_core.layout.wire import FORMAT_VERSION
 from awex_core.meta import job, release, requests, server
 from awex_core.meta import messages as m
 from awex_core.meta.limits import Limits
@@ -150,21 +152,35 @@ LAYOUT = build_layout(
 )
 LAYOUT_BYTES = encode_layout(LAYOUT)
 MANIFEST_BYTES = encode_manifest(LAYOUT.tensors)
-NOT_UTF8 = MANIFEST_BYTES.replace(b"\xa1a", b"\xa1\xff")
-MANY_DIMENSIONS = msgspec.msgpack.encode({"format": 1, "names": ["a"], "shapes": [[2**63] * 50_000], "dtypes": b"\x00"})
+
+
+def _around(body: bytes) -> bytes:
+    """A body that was not written by us, deflated as ours are."""
+    return msgspec.msgpack.encode({"format": FORMAT_VERSION, "body": zlib.compress(body)})
+
+
+def _inside(data: bytes) -> bytes:
+    return zlib.decompress(msgspec.msgpack.decode(data)["body"])
+
+
+LAYOUT_BODY, MANIFEST_BODY = _inside(LAYOUT_BYTES), _inside(MANIFEST_BYTES)
+NOT_UTF8 = MANIFEST_BODY.replace(b"\xa1a", b"\xa1\xff")
+MANY_DIMENSIONS = msgspec.msgpack.encode(
+    {"names": ["a"], "shapes": [[2**63] * 50_000], "shape": b"\x00", "dtypes": b"\x00"}
+)
 
 
 @fuzz
-@given(anything(LAYOUT_BYTES, MANIFEST_BYTES))
-@example(LAYOUT_BYTES.replace(b"\xa1a", b"\xa1\xff"))
+@given(anything(LAYOUT_BYTES, MANIFEST_BYTES) | anything(LAYOUT_BODY, MANIFEST_BODY).map(_around))
+@example(_around(LAYOUT_BODY.replace(b"\xa1a", b"\xa1\xff")))
 def test_layouts(data: bytes) -> None:
     frugal(decode_layout, data, LayoutError)
 
 
 @fuzz
-@given(anything(MANIFEST_BYTES, LAYOUT_BYTES))
-@example(NOT_UTF8)
-@example(MANY_DIMENSIONS)
+@given(anything(MANIFEST_BYTES, LAYOUT_BYTES) | anything(MANIFEST_BODY, LAYOUT_BODY).map(_around))
+@example(_around(NOT_UTF8))
+@example(_around(MANY_DIMENSIONS))
 def test_manifests(data: bytes) -> None:
     frugal(decode_manifest, data, LayoutError)
 
