@@ -19,6 +19,8 @@ from awex_core.transfer.proof import SECRET_NBYTES
 from awex_core.transfer.shm import ShmExport, ShmReceiver
 from awex_core.transfer.shm_staged import Ring, StagedEnd, attach_ring, ring_slot_nbytes
 from awex_core.verify.lanes import digest_program
+from awex_core.verify.sampling import verified_tensors
+from benchmarks.models import QWEN3_30B_A3B, vllm_layouts
 from benchmarks.pieces import MIB, Pair, allocate, expert_pair
 from benchmarks.processes import Peer, run_alone, run_pair
 from benchmarks.report import Figure
@@ -59,7 +61,28 @@ def shm() -> list[Figure]:
 def digest() -> list[Figure]:
     """The digest of every element, on one core."""
     nbytes, seconds = run_alone(_digest_alone, limit_s=LIMIT_S)
-    return [Figure("digest", nbytes / seconds / 1e9, None, "higher", "GB/s", "bfloat16, one torch thread")]
+    chosen = run_alone(_choose, limit_s=LIMIT_S)
+    return [
+        Figure("digest", nbytes / seconds / 1e9, None, "higher", "GB/s", "bfloat16, one torch thread"),
+        Figure(
+            "choosing_what_sampled_verifies",
+            round(1e3 * chosen, 3),
+            1,
+            "lower",
+            "ms",
+            f"{QWEN3_30B_A3B.name} on one rank, median of {ROUNDS} versions after the first",
+        ),
+    ]
+
+
+def _choose() -> float:
+    (layout,) = vllm_layouts(QWEN3_30B_A3B)
+    seconds = []
+    for number in range(ROUNDS + 1):
+        begun = time.perf_counter()
+        verified_tensors(layout, "sampled", number)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[1:])
 
 
 def _measure(writer: Callable[..., Any], reader: Callable[..., Any]) -> tuple[Times, Pair, bool]:

@@ -113,7 +113,7 @@ class Layout:
         return alike and all(np.array_equal(*pair) for pair in zip(self._columns(), other._columns(), strict=True))
 
     def __hash__(self) -> int:
-        return hash((self.tensors, self.buffers, len(self)))
+        return hash((len(self), self.ndim, len(self.tensors), len(self.buffers)))  # taken often, so not of all
 
     def _columns(self) -> tuple[IntArray, ...]:
         return self.tensor, self.buffer, self.dtype, self.offset, self.start, self.extent, self.stride

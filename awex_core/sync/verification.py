@@ -30,8 +30,8 @@ from awex_core.verify.lanes import (
     names_in_lanes,
     sum_lanes,
     unpack_lanes,
-    verified_tensors,
 )
+from awex_core.verify.sampling import verified_tensors
 from awex_core.version import Version
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Verification:
         """
         tensors, damaged = traced.layout.tensors, attempt.progress.damaged
         mode: VerifyMode = msgspec.convert(sync.verify, VerifyMode)
-        only = verified_tensors(tensors, mode, sync.version.number)
+        only = verified_tensors(traced.layout, mode, sync.version.number)
         expected = empty_lanes() if mode == "off" else self._expected(sync, attempt, session.writers)
         wrong = self._differing(attempt, traced, memory, expected, only)
         suspects = wrong | lanes_of(itertools.chain(*(damage.tensors for damage in damaged)), len(tensors))

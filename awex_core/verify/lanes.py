@@ -30,14 +30,12 @@ from awex_core.plan.copies import plan_copies, tensor_seeds
 from awex_core.plan.program import CopyProgram, lower_copies
 from awex_core.plan.select import take_tensors
 from awex_core.transfer.views import descriptor_view
+from awex_core.verify.sampling import verified_tensors
 
 if TYPE_CHECKING:
     from awex_core.kernels.gpu import Digest
 
 Lanes = npt.NDArray[np.uint64]
-
-_SAMPLED_SHARE = 8
-"""``sampled`` checks the first, middle and last layer and one tensor in this many of the others."""
 
 
 def empty_lanes() -> Lanes:
@@ -141,7 +139,7 @@ def held_plan(layout: Layout) -> CopyProgram:
 
 def partial_digest(program: CopyProgram, destination: Layout, memory: Memory, verify: str, number: int) -> Lanes:
     """A source rank's share of a destination layout's digest; ``program`` is its ``digest_plan``."""
-    only = verified_tensors(destination.tensors, msgspec.convert(verify, VerifyMode), number)
+    only = verified_tensors(destination, msgspec.convert(verify, VerifyMode), number)
     return digest_program(program, destination.tensors, memory, "src", only=only)
 
 
@@ -191,29 +189,3 @@ def names_in_lanes(
 def differing_tensors(expected: Lanes, found: Lanes, tensors: Sequence[CanonicalTensor]) -> list[str]:
     """Names of the tensors whose lanes differ (some of them may be right)."""
     return names_in_lanes(differing_lanes(expected, found), tensors)
-
-
-def verified_tensors(tensors: Sequence[CanonicalTensor], mode: VerifyMode, number: int) -> npt.NDArray[np.bool_]:
-    """Which tensors a sync with this version number checks; both ends compute the same.
-
-    ``sampled`` takes the first, the middle and the last layer's tensors by name
-    order and, rotating with ``number``, every ``_SAMPLED_SHARE``-th of the others.
-    """
-    count = len(tensors)
-    if mode == "off":
-        return np.zeros(count, dtype=bool)
-    if mode == "full":
-        return np.ones(count, dtype=bool)
-    layers = [_layer_of(spec.name) for spec in tensors]
-    present = sorted({layer for layer in layers if layer is not None})
-    fixed = {present[0], present[len(present) // 2], present[-1]} if present else set()
-    seeds = tensor_seeds(tensors)
-    rotating = (seeds + np.uint64(number)) % np.uint64(_SAMPLED_SHARE) == 0
-    chosen = np.asarray([layer in fixed for layer in layers], dtype=bool) | rotating
-    if count and not chosen.any():  # a model of few tensors still has one checked
-        chosen[number % count] = True
-    return chosen
-
-
-def _layer_of(name: str) -> int | None:
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from awex_core.errors import LayoutError
-from awex_core.layout import CanonicalTensor
+from awex_core.layout import Buffer, CanonicalTensor, Shard, build_layout
 from awex_core.layout.live import Memory, ShardCollector
+from awex_core.modes import VerifyMode
 from awex_core.numerics import mixing
 from awex_core.numerics.casts import cast
 from awex_core.numerics.mixing import element_bits, mix_sum
@@ -29,8 +32,8 @@ from awex_core.verify.lanes import (
     pack_lanes,
     sum_lanes,
     unpack_lanes,
-    verified_tensors,
 )
+from awex_core.verify.sampling import verified_tensors
 
 MASK = (1 << 64) - 1
 
@@ -280,17 +283,24 @@ MODEL = [
     CanonicalTensor("lm_head", (2,), "int8"),
     CanonicalTensor("embed", (2,), "int8"),
 ]
+MODEL.sort()
+
+
+def check(tensors: Sequence[CanonicalTensor], mode: VerifyMode, number: int) -> npt.NDArray[np.bool_]:
+    """What is verified of a rank that holds these tensors; its layout is a new one at every call."""
+    shards = [Shard(tensor, (0,), (2,), 0, 2 * row, (1,), "int8") for row, tensor in enumerate(tensors)]
+    return verified_tensors(build_layout(shards, [Buffer("all", 2 * len(shards))]), mode, number)
 
 
 def test_off_and_full() -> None:
-    assert not verified_tensors(MODEL, "off", 3).any() and verified_tensors(MODEL, "full", 3).all()
-    assert len(verified_tensors([], "sampled", 1)) == 0
+    assert not check(MODEL, "off", 3).any() and check(MODEL, "full", 3).all()
+    assert len(check([], "sampled", 1)) == 0
 
 
 def test_samples_are_the_same_everywhere_and_rotate_over_everything() -> None:
-    rounds = [verified_tensors(MODEL, "sampled", number) for number in range(16)]
+    rounds = [check(MODEL, "sampled", number) for number in range(16)]
     for number, chosen in enumerate(rounds):
-        assert np.array_equal(chosen, verified_tensors(list(MODEL), "sampled", number))
+        assert np.array_equal(chosen, check(MODEL, "sampled", number))
         names = {MODEL[i].name for i in np.flatnonzero(chosen)}
         assert {f"model.layers.{layer:02}.{part}" for layer in (0, 6, 11) for part in "abcd"} <= names
         assert len(names) < len(MODEL) // 2
@@ -302,5 +312,5 @@ def test_samples_are_the_same_everywhere_and_rotate_over_everything() -> None:
 def test_a_sample_does_not_depend_on_the_other_tensors() -> None:
     """Both ends may list different tensors, as when an engine drops some."""
     fewer = [tensor for tensor in MODEL if ".b" not in tensor.name]
-    chosen = dict(zip([t.name for t in MODEL], verified_tensors(MODEL, "sampled", 5), strict=True))
-    assert [chosen[t.name] for t in fewer] == verified_tensors(fewer, "sampled", 5).tolist()
+    chosen = dict(zip([t.name for t in MODEL], check(MODEL, "sampled", 5), strict=True))
+    assert [chosen[t.name] for t in fewer] == check(fewer, "sampled", 5).tolist()
