@@ -15,7 +15,7 @@ import torch
 from awex_core.transfer import group, shm_staged
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.group import Group, GroupAddress, GroupReceiver, GroupSender, host_store
-from awex_core.transfer.proof import SECRET_NBYTES
+from awex_core.transfer.handshake import SECRET_NBYTES
 from awex_core.transfer.shm import ShmExport, ShmReceiver
 from awex_core.transfer.shm_staged import Ring, StagedEnd, attach_ring, ring_slot_nbytes
 from awex_core.verify.lanes import digest_program

@@ -174,8 +174,8 @@ def _digest_tiles(
         tl.atomic_add(lanes + tl.load(lane_of + tensor), tl.sum(total, axis=0))
 
 
-class Copies:
-    """Copies that are ready to run on one device, again and again."""
+class CopyLaunch:
+    """The copies of a program, ready to run on one device, again and again."""
 
     def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:
         """Put the tables on the device."""

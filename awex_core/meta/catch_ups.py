@@ -184,8 +184,8 @@ def _why_not(engine: Engine, newest: Version) -> str:
         return f"engine {engine.name} serves {engine.version}, which is not the newest"
     if engine.not_held:
         return f"engine {engine.name} does not hold its weights now: {engine.not_held}"
-    staged = sorted({name for member in engine.workers.values() for name in member.info.replaced})
-    if staged:
-        some = ", ".join(staged[:3]) + (f" and {len(staged) - 3} more" if len(staged) > 3 else "")
+    replaced = sorted({name for member in engine.workers.values() for name in member.info.replaced})
+    if replaced:
+        some = ", ".join(replaced[:3]) + (f" and {len(replaced) - 3} more" if len(replaced) > 3 else "")
         return f"engine {engine.name} has no checkpoint weights of {some}: they were replaced after loading"
     return ""

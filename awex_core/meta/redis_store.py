@@ -1,7 +1,7 @@
-"""What meta servers keep in Redis: for each job a log, its newest snapshot, and blobs.
+"""What meta servers keep in Redis: for each job a log, its newest saved state, and blobs.
 
     awex:1:JOB:log      a stream of entries, numbered without a gap in field n
-    awex:1:JOB:head     n, the number of the last entry; the newest snapshot, and the entry it was taken after
+    awex:1:JOB:head     n, the number of the last entry; the newest saved state, and the entry after which it was saved
     awex:1:JOB:blobs    blobs by hash, and ...:used, when each was last asked for
     awex:1:jobs         when each job was last heard of
 
@@ -76,7 +76,7 @@ for i = 1, 2 do redis.call('EXPIRE', KEYS[i], ARGV[3]) end
 return n
 """
 
-# Only after an entry that is still there: neither an older snapshot nor one of a log that was lost is kept.
+# Only after an entry that is still there: neither an older state nor one of a log that was lost is kept.
 _SNAPSHOT = """
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then return 0 end
 redis.call('HSET', KEYS[2], 'after', ARGV[1], 'after_n', ARGV[2], 'state', ARGV[3])
@@ -128,7 +128,7 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class SavedState:
     """A job's state after entry ``id``, which is number ``number``."""
 
     id: bytes
@@ -164,7 +164,7 @@ class RedisStore:
         except (ValueError, TypeError, RedisError) as error:
             raise ConfigError(f"the store {self.shown} is not a URL that works: {error}") from error
         self._redis: Any = redis.asyncio.Redis(connection_pool=pool)
-        self._begin, self._append, self._keep_snapshot, self._keep_blob, self._use = (
+        self._begin, self._append, self._keep_state, self._keep_blob, self._use = (
             self._redis.register_script(script) for script in (_BEGIN, _APPEND, _SNAPSHOT, _PUT_BLOB, _USE_BLOBS)
         )
 
@@ -220,16 +220,16 @@ class RedisStore:
         """The number of the last entry; 0 when there is no log."""
         return int(await self._do(self._redis.hget(_key(job, "head"), "n")) or 0)
 
-    async def snapshot(self, job: str) -> Snapshot | None:
-        """The newest snapshot, if there is one."""
+    async def saved_state(self, job: str) -> SavedState | None:
+        """The newest saved state, if there is one."""
         fields = ["after", "after_n", "state"]
         after, number, state = await self._do(self._redis.hmget(_key(job, "head"), fields), BLOB_S)
-        return None if state is None else Snapshot(after, int(number), state)
+        return None if state is None else SavedState(after, int(number), state)
 
-    async def keep_snapshot(self, job: str, snapshot: Snapshot) -> None:
-        """Keep a snapshot and drop the entries before it, unless there is a newer one."""
-        arguments: list[bytes | str | int] = [snapshot.id, snapshot.number, snapshot.state]
-        await self._do(self._keep_snapshot(keys=_log_keys(job)[:2], args=arguments), BLOB_S)
+    async def keep_state(self, job: str, saved: SavedState) -> None:
+        """Keep a state and drop the entries before it, unless there is a newer one."""
+        arguments: list[bytes | str | int] = [saved.id, saved.number, saved.state]
+        await self._do(self._keep_state(keys=_log_keys(job)[:2], args=arguments), BLOB_S)
 
     async def read(self, job: str, after: bytes, wait_s: float) -> list[Logged]:
         """The entries after one, waited for up to ``wait_s`` seconds; 0 does not wait."""

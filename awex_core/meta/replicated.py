@@ -7,10 +7,10 @@ is Redis's, one clock for all. Reads are answered from the server's own state,
 once it holds every entry there is.
 
 The log is bounded: every thousand entries or so, a server keeps its state as a
-snapshot and drops the entries before it. Entries are numbered, so a server that
+saved state and drops the entries before it. Entries are numbered, so a server that
 has missed some, or that knows some which Redis has lost, finds out. It then
 does what it does after any trouble with Redis: it forgets its state and reads
-the snapshot and the log anew.
+the saved state and the log anew.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from awex_core.errors import AwexError, MetaServerError, Refused
 from awex_core.meta.job import Job, live_engines, too_many_jobs, unknown_job
 from awex_core.meta.limits import Limits
 from awex_core.meta.machine import TICK, Begin, Entry, Machine, Outcome
-from awex_core.meta.redis_store import STORE_S, Logged, RedisStore, Snapshot
+from awex_core.meta.redis_store import STORE_S, Logged, RedisStore, SavedState
 from awex_core.meta.store import JobStore
 
-SNAPSHOT_ENTRIES = 1000
-SNAPSHOT_BYTES = 8 << 20
-"""A snapshot is taken after so many entries, or bytes in them."""
+SAVE_ENTRIES = 1000
+SAVE_BYTES = 8 << 20
+"""The state is saved after so many entries, or bytes in them."""
 
 READ_WAIT_S = 1.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
@@ -63,7 +63,7 @@ class LoggedJob(Job):
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
         """Requests of this server, by the tickets of their entries."""
         self._entries = self._bytes = 0
-        """Read since the last snapshot that this server knows of."""
+        """Read since the last saved state that this server knows of."""
         self._has_put = False
         """Whether there may be values that those who wait for one have not seen."""
         self._progressed = asyncio.Event()
@@ -158,7 +158,7 @@ class LoggedJob(Job):
     # Following the log
 
     async def _follow(self) -> None:
-        """Read and apply, for as long as the log is there; after trouble, from the snapshot on."""
+        """Read and apply, for as long as the log is there; after trouble, from the saved state on."""
         pause = FIRST_BACKOFF_S
         while not self.gone:
             try:
@@ -173,17 +173,17 @@ class LoggedJob(Job):
             pause = min(2 * pause, MAX_BACKOFF_S)
 
     async def _read_all(self) -> None:
-        """The snapshot and all entries after it, of which the last is a tick of our own.
+        """The saved state and all entries after it, of which the last is a tick of our own.
 
         By that tick we know Redis's clock; and if nobody was there to hear the members, it ends that time.
         """
         if not await self._redis.append(self._name, _encode(Entry(TICK))):
             self._forget()
             return
-        snapshot = await self._redis.snapshot(self._name)
-        self._position = Logged(snapshot.id, snapshot.number, b"") if snapshot else _START
+        saved = await self._redis.saved_state(self._name)
+        self._position = Logged(saved.id, saved.number, b"") if saved else _START
         self._entries = self._bytes = 0
-        machine = Machine.restored(snapshot.state) if snapshot else None
+        machine = Machine.restored(saved.state) if saved else None
         while entries := await self._redis.read(self._name, self._position.id, 0):
             for logged in entries:
                 machine = self._apply(machine, logged)
@@ -233,23 +233,25 @@ class LoggedJob(Job):
         self._entries, self._bytes = self._entries + 1, self._bytes + len(logged.entry)
         waiting = self._waiting.get(entry.ticket)
         if waiting is not None:
-            _settle(waiting, outcome)
-            self._snapshot_if_due(machine)
+            _answer(waiting, outcome)
+            self._save_if_due(machine)
         return machine
 
-    def _snapshot_if_due(self, machine: Machine) -> None:
-        """Called after entries of this server, so that not all servers take a snapshot at the same time."""
-        if self._entries < SNAPSHOT_ENTRIES and self._bytes < SNAPSHOT_BYTES:
+    def _save_if_due(self, machine: Machine) -> None:
+        """Called after entries of this server, so that not all servers save it at the same time."""
+        if self._entries < SAVE_ENTRIES and self._bytes < SAVE_BYTES:
             return
         self._entries = self._bytes = 0
-        snapshot = Snapshot(self._position.id, self._position.number, machine.saved())
-        self._tasks[2:] = [asyncio.create_task(self._keep(snapshot))]
+        saved = SavedState(self._position.id, self._position.number, machine.saved())
+        self._tasks[2:] = [asyncio.create_task(self._keep(saved))]
 
-    async def _keep(self, snapshot: Snapshot) -> None:
+    async def _keep(self, saved: SavedState) -> None:
         try:
-            await self._redis.keep_snapshot(self._name, snapshot)
+            await self._redis.keep_state(self._name, saved)
         except Refused as trouble:
-            _log.warning("job %s: its log is longer than it should be until the next snapshot: %s", self._name, trouble)
+            _log.warning(
+                "job %s: its log is longer than it should be until its state is saved: %s", self._name, trouble
+            )
 
     def _lose(self, why: str, error: Exception | None = None) -> None:
         """Forget the state, and let those who wait ask again."""
@@ -258,7 +260,7 @@ class LoggedJob(Job):
             _log.warning("job %s: requests are put off: %s", self._name, why, exc_info=unexpected)
         self._machine, self._trouble = None, why
         for waiting in self._waiting.values():
-            _settle(waiting, self._unavailable())
+            _answer(waiting, self._unavailable())
         self._progress()
         self.wake()
 
@@ -336,7 +338,7 @@ class LoggedJobs:
         await self._redis.close()
 
 
-def _settle(waiting: asyncio.Future[bytes], outcome: Outcome) -> None:
+def _answer(waiting: asyncio.Future[bytes], outcome: Outcome) -> None:
     if waiting.done():
         return
     if isinstance(outcome, bytes):

@@ -141,7 +141,7 @@ class Sync:
                 wanted = bool(self.only) and not self.whole_because
                 partial = wanted and engine.state == "ready" and engine.version == self.base
                 self.parts[name] = EngineSync(outcome="pending", generation=engine.generation, partial=partial)
-        self._settle()
+        self._end_if_done()
         self.leave_parked()
 
     def leave_parked(self) -> None:
@@ -155,7 +155,7 @@ class Sync:
         for name, why in parked.items():
             self.fail(name, f"{why}; the version went on without it, with {committed} of the {self.quorum} asked for")
 
-    def _settle(self) -> None:
+    def _end_if_done(self) -> None:
         if self.state == "open" and not self.pending():
             self.state = "done"
             self.revision.advance()
@@ -282,7 +282,7 @@ class Sync:
     def _record(self, name: str, outcome: EngineOutcome, reason: str = "") -> None:
         self.parts[name] = msgspec.structs.replace(self.parts[name], outcome=outcome, reason=reason[:MAX_REASON])
         self.revision.advance()
-        self._settle()
+        self._end_if_done()
         self.leave_parked()
 
     def _silent_workers(self, engine: Engine) -> list[int]:

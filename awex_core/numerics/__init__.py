@@ -1,1 +1,1 @@
-"""Arithmetic that every stage agrees on, bit for bit: casts, and the mixing of the digest."""
+"""Arithmetic that both ends agree on, bit for bit: casts, and the mixing of the digest."""

@@ -1,7 +1,7 @@
 """How an element of one floating type becomes one of another: one function, with the same bits everywhere.
 
 torch rounds to nearest even on every device, and so do we. Where its bits depend on how a tensor is cut, on the
-processor or on a thread's mode, they are settled here:
+processor or on a thread's mode, they are decided here:
 
 - a NaN becomes the one quiet NaN of the destination's type: positive, without a payload;
 - subnormal numbers are kept, also in threads that flush them to zero (``torch.set_flush_denormal``);

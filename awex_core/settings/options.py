@@ -62,7 +62,7 @@ class EngineOptions:
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> EngineOptions:
-        """Read what ``settle_engine`` wrote, or the user of an offline engine has set.
+        """Read what ``export_engine`` wrote, or the user of an offline engine has set.
 
         Raises:
             ConfigError: a value is not one of those allowed, or a variable is misspelt.
@@ -159,7 +159,7 @@ def read_flags(args: argparse.Namespace) -> bool:
     return True
 
 
-def settle_engine(kind: str, *, workers: int, dummy_weights: bool, starts: bool) -> EngineOptions:
+def export_engine(kind: str, *, workers: int, dummy_weights: bool, starts: bool) -> EngineOptions:
     """Complete the environment of an engine's processes: its name, how many workers it has; check all settings.
 
     Args:

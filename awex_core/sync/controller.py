@@ -147,9 +147,9 @@ class EngineController:
         return await asyncio.to_thread(function)
 
     @property
-    def settled(self) -> bool:
-        """Whether the engine is not paused between two versions."""
-        return not self._paused
+    def paused(self) -> bool:
+        """Whether the engine is paused between two versions."""
+        return self._paused
 
     @property
     def shown(self) -> EngineState:
@@ -565,7 +565,7 @@ class EngineController:
         An engine's call may return when its first workers are done (the later stages of a pipeline follow).
         """
 
-        def settled(view: JobView) -> str | None:
+        def reported(view: JobView) -> str | None:
             failure, sync = self._failure_in(view, version), self._sync_in(view, version)
             if failure or sync is None:
                 return failure
@@ -573,7 +573,7 @@ class EngineController:
             return "" if all(worker.rank in done for worker in view.engines[self.engine].workers) else None
 
         what = f"all workers of engine {self.engine} to report version {version}"
-        return self._client.wait_for(settled, timeout_s=limit_s, what=what)
+        return self._client.wait_for(reported, timeout_s=limit_s, what=what)
 
     async def _torn(self, version: Version, reason: str, limit_s: float) -> None:
         logger.error("awex: engine %s is torn at version %s: %s", self.engine, version, reason)

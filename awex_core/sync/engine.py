@@ -68,7 +68,7 @@ class TracedModel:
 
     ``layout`` describes where every piece of the checkpoint belongs, loader-path
     modules included (in memory that exists only during a sync: the buffers
-    ``staged``). ``refreshed`` names modules that compute from a copy of their
+    ``temporary``). ``refreshed`` names modules that compute from a copy of their
     weights and make it anew. ``kept`` are parameters and persistent buffers of
     the model that no version changes; ``ignored`` are tensors of the trainer that
     this engine may have no place for, and has none for here.
@@ -77,7 +77,7 @@ class TracedModel:
     layout: Layout
     loader_path: tuple[LoaderPathModule, ...] = ()
     refreshed: tuple[str, ...] = ()
-    staged: frozenset[int] = frozenset()
+    temporary: frozenset[int] = frozenset()
     kept: tuple[LeftOut, ...] = ()
     ignored: tuple[LeftOut, ...] = ()
 
@@ -87,9 +87,9 @@ class TracedModel:
         return sum(module.nbytes for module in self.loader_path)
 
     @property
-    def staged_tensors(self) -> list[str]:
+    def temporary_tensors(self) -> list[str]:
         """Canonical tensors that come with every update, partial ones too: what held them is gone."""
-        rows = [row for row, buffer in enumerate(self.layout.buffer.tolist()) if buffer in self.staged]
+        rows = [row for row, buffer in enumerate(self.layout.buffer.tolist()) if buffer in self.temporary]
         return sorted({self.layout.tensors[int(self.layout.tensor[row])].name for row in rows})
 
 
@@ -112,7 +112,7 @@ class WorkerModel(Protocol):
     def lend(self) -> Memory:
         """The same memory outside an update, for others to read; nothing in it changes by that.
 
-        Staged buffers, which exist only during one, are empty.
+        Temporary buffers, which exist only during one, are empty.
         """
 
     def live(self) -> Memory | None:

@@ -50,7 +50,7 @@ class Lending:
         if self._thread is not None and self._thread.is_alive():
             raise TransferError(f"worker {info.rank} of engine {info.engine} still lends to another engine")
         traced = self._verification.ready.traced
-        if traced is None or traced.staged or ownership.state != "held":
+        if traced is None or traced.temporary or ownership.state != "held":
             reason = f": {ownership.reason}" if ownership.reason else ""
             raise TransferError(f"worker {info.rank} of engine {info.engine} has nothing to lend{reason}")
 

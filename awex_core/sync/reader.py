@@ -166,7 +166,7 @@ class WeightReader:
             session = self._connection.ensure(update, traced, attempt.deadline)
             session.select(attempt.only)  # now, while requests run
             if self._ready.shadow is not None:
-                attempt.pieces = self._ready.shadow.select(attempt.only, traced.staged_tensors)
+                attempt.pieces = self._ready.shadow.select(attempt.only, traced.temporary_tensors)
             attempt.figures["plan_s"] = session.plan_s
         except Exception as error:
             self._attempt = self._attempt or Attempt(version or self.version, "", Deadline.after(0))

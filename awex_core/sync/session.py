@@ -268,7 +268,7 @@ class ReaderSession:
             SyncTimeout: a writer did not offer its end in time; named.
         """
         begun = time.perf_counter()
-        layout, always = traced.layout, traced.staged_tensors
+        layout, always = traced.layout, traced.temporary_tensors
         table = plan_for_worker(members.sources, layout, worker, members.writers)
         ranks = range(len(members.writers))
         programs = {rank: lower_copies(table, members.sources, rank) for rank in ranks}

@@ -11,7 +11,7 @@ from awex_core.kernels.tiles import buffer_batches
 from awex_core.layout.live import Memory, allocate
 
 if TYPE_CHECKING:
-    from awex_core.kernels.gpu import Copies
+    from awex_core.kernels.gpu import CopyLaunch
 
 
 class Snapshot:
@@ -24,7 +24,7 @@ class Snapshot:
             TransferError: there is not enough memory; says how much it would take.
         """
         self._live = live
-        self._copies: tuple[tuple[int, ...], Copies] | None = None
+        self._copies: tuple[tuple[int, ...], CopyLaunch] | None = None
         try:
             self.memory = allocate([(buffer.numel(), buffer.device) for buffer in live.buffers])
         except MemoryError as error:
@@ -51,11 +51,11 @@ class Snapshot:
 
     def _launch(self, device: torch.device) -> None:
         """Copy all buffers at once: a launch for each costs more than the copy where a model has thousands."""
-        from awex_core.kernels.gpu import Copies
+        from awex_core.kernels.gpu import CopyLaunch
 
         addresses = tuple(self._live.addresses)
         if self._copies is None or self._copies[0] != addresses:
             sizes = [buffer.numel() for buffer in self.memory.buffers]
             batches = buffer_batches(sizes, addresses, self.memory.addresses)
-            self._copies = addresses, Copies(batches, device)
+            self._copies = addresses, CopyLaunch(batches, device)
         self._copies[1].launch()

@@ -136,7 +136,7 @@ class Verification:
         session.receive_again(memory, progress, attempt.deadline, lanes)
         attempt.figures["repulled_nbytes"] = float(progress.nbytes)
         if self.ready.shadow is not None and attempt.only:  # of a partial update, more than it names
-            attempt.pieces = self.ready.shadow.select(attempt.only, [*traced.staged_tensors, *names])
+            attempt.pieces = self.ready.shadow.select(attempt.only, [*traced.temporary_tensors, *names])
         if progress.damaged:
             summary = f"version {attempt.version} was received twice and damaged each time, among"
             faults = [

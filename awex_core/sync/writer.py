@@ -83,7 +83,7 @@ class WeightWriter:
         run: str,
         manifest: Sequence[CanonicalTensor],
         config: SyncConfig,
-        settle: Callable[[], Held] | None = None,
+        finalize: Callable[[], Held] | None = None,
     ) -> None:
         """Join the job.
 
@@ -95,7 +95,7 @@ class WeightWriter:
             run: a name all ranks of this run share and no other run uses.
             manifest: the canonical tensors of the whole model, the same on every rank.
             config: the settings.
-            settle: brings the weights to their final values, before each version, and says where they lie then: in
+            finalize: brings the weights to their final values, before each version, and says where they lie then: in
                 ``memory``, as ``layout`` has it, unless they have moved. May raise, and may be collective.
 
         Raises:
@@ -107,7 +107,7 @@ class WeightWriter:
         self.memory = memory  # what is published: the live weights, or from the first snapshot on, that
         self._live = memory
         self._snapshot: Snapshot | None = None
-        self._settle = settle or (lambda: (layout, memory))
+        self._finalize = finalize or (lambda: (layout, memory))
         self.rank, self.world, self.run = rank, world, run
         stacks.enable()
         tidy()
@@ -262,7 +262,7 @@ class WeightWriter:
         """All that comes before engines may read: the weights are final, copied if they are to be, and announced."""
         self._leases.check(self._process.incarnation)
         # First, since it may be collective: whatever fails below, the other ranks do not wait in it.
-        layout, live = self._settle()
+        layout, live = self._finalize()
         check_choice("verify", verify, get_args(VerifyMode))
         if quorum is not None and quorum < 0:
             raise ConfigError(f"quorum must be a number of engines; got {quorum}")

@@ -112,7 +112,7 @@ class FakeWorkerModel:
         layout = with_tensors(trace.layout, computed.tensors)
         aside = range(len(trace.layout.buffers), len(layout.buffers))
         self._traced = True
-        return TracedModel(layout, tuple(describe_computed(computed)), staged=frozenset(aside))
+        return TracedModel(layout, tuple(describe_computed(computed)), temporary=frozenset(aside))
 
     def begin(self) -> Memory:
         """See ``WorkerModel.begin``; what the loader is to compute from is received aside."""

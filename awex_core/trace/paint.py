@@ -36,7 +36,7 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Settled:
+class Resolved:
     """What is left of the writes to one buffer; ``fault`` says why that cannot be told."""
 
     shards: list[Shard]
@@ -44,7 +44,7 @@ class Settled:
     fault: str = ""
 
 
-def settle(writes: Sequence[Write]) -> Settled:
+def resolve(writes: Sequence[Write]) -> Resolved:
     """The final contents of a buffer after ``writes``, in their order.
 
     The last of several constants counts, and what is copied over one later. A
@@ -55,7 +55,7 @@ def settle(writes: Sequence[Write]) -> Settled:
     shards = list(dict.fromkeys(write.shard for write in writes if write.shard))
     constants = list(dict.fromkeys(write.constant for write in writes if write.constant))
     if not constants or not runs_meet(join_runs(write.runs for write in writes)):
-        return Settled(shards, constants)
+        return Resolved(shards, constants)
     left: list[Constant] = []
     for index, write in enumerate(writes):
         if write.constant is None:
@@ -63,12 +63,12 @@ def settle(writes: Sequence[Write]) -> Settled:
         before = join_runs(earlier.runs for earlier in writes[:index] if earlier.shard)
         after = join_runs(later.runs for later in writes[index + 1 :])
         if runs_meet(join_runs([write.runs, before])):
-            return Settled([], [], "written over with one value after something was copied there")
+            return Resolved([], [], "written over with one value after something was copied there")
         pieces = list(_pieces(write.constant, subtract_runs(write.runs, after)))
         if len(pieces) > _MAX_PIECES or None in pieces:
-            return Settled([], [], f"filled with a constant that falls into {len(pieces)} pieces")
+            return Resolved([], [], f"filled with a constant that falls into {len(pieces)} pieces")
         left += [piece for piece in pieces if piece is not None]
-    return Settled(shards, left)
+    return Resolved(shards, left)
 
 
 def _pieces(constant: Constant, runs: ByteRuns) -> Iterator[Constant | None]:

@@ -34,7 +34,7 @@ from awex_core.layout.coverage import Gap, memory_gaps
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 from awex_core.layout.runs import ByteRuns, strided_runs
 from awex_core.layout.strided import Strided, split_into_boxes
-from awex_core.trace.paint import Write, settle
+from awex_core.trace.paint import Write, resolve
 from awex_core.trace.traced_tensor import (
     PICKS,
     Piece,
@@ -542,11 +542,11 @@ def _finish(recorder: _Recorder, tensors: Sequence[CanonicalTensor]) -> Trace:
     extra: dict[int, list[ByteRuns]] = {}
     for index, writes in enumerate(recorder.writes):
         computed = recorder.computed.get(index)
-        settled = settle(writes)
-        reason = computed.reason if computed else settled.fault
+        resolved = resolve(writes)
+        reason = computed.reason if computed else resolved.fault
         if not reason:
-            shards += settled.shards
-            constants += settled.constants
+            shards += resolved.shards
+            constants += resolved.constants
             continue
         sources = _union(write.sources for write in writes) | (computed.sources if computed else set())
         untraced.append(Untraced(recorder.names[index], reason, index, sources))

@@ -37,14 +37,14 @@ class Description:
     """One rank's part of the model, as its plugin found it.
 
     ``tensors`` may name more than ``layout``: those of which this rank holds
-    nothing. ``settle`` brings the parameters to their final values before each
+    nothing. ``finalize`` brings the parameters to their final values before each
     version, and says where they lie then (``Places.find``); it may raise and may be collective.
     """
 
     layout: Layout
     memory: Memory
     tensors: Sequence[CanonicalTensor]
-    settle: Callable[[], Held]
+    finalize: Callable[[], Held]
 
 
 class WeightSync:
@@ -138,7 +138,7 @@ def connect(
         run=run,
         manifest=manifest,
         config=config,
-        settle=mine.settle,
+        finalize=mine.finalize,
     )
     return WeightSync(writer)
 
@@ -178,22 +178,22 @@ def quantized(
     reduce_max = functools.partial(all_reduce_max, limit_s=limit_s)
     quantizer = BlockQuantizer(layouts, rank, mine.memory, wanted, form, reduce_max)
 
-    def settle() -> Held:
-        quantizer.follow(*_settle_together(mine.settle, limit_s))
+    def finalize() -> Held:
+        quantizer.follow(*_finalize_together(mine.finalize, limit_s))
         quantizer.run()
         return quantizer.layout, quantizer.memory
 
     kept = [tensor for tensor in manifest if tensor.name not in wanted]
     whole = sorted([*kept, *derived])
-    return Description(quantizer.layout, quantizer.memory, whole, settle), whole
+    return Description(quantizer.layout, quantizer.memory, whole, finalize), whole
 
 
-def _settle_together(settle: Callable[[], Held], limit_s: float) -> Held:
-    """Settle on every rank or raise on every rank: what follows is collective."""
+def _finalize_together(finalize: Callable[[], Held], limit_s: float) -> Held:
+    """Finalize on every rank or raise on every rank: what follows is collective."""
     held: Held | None = None
     own: AwexError | None = None
     try:
-        held = settle()
+        held = finalize()
     except AwexError as error:
         own = error
     told = all_gather_bytes(str(own or "").encode(), limit_s=limit_s)

@@ -37,7 +37,7 @@ from awex_core.plan.split import split_pieces
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_buckets, unpacked_pieces
 from awex_core.transfer.checksum import checksum, damage, is_checked
-from awex_core.transfer.proof import SECRET_NBYTES, draw_secret, prove_members
+from awex_core.transfer.handshake import SECRET_NBYTES, authenticate_members, draw_secret
 from awex_core.transfer.transport import End, Transport, read_value
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Group:
         *,
         store: dist.TCPStore | None = None,
     ) -> None:
-        """Join, and have every member of the other side prove that it belongs here; blocks until all have.
+        """Join, and authenticate every member of the other side; blocks until all have.
 
         Args:
             address: where to meet.
@@ -171,7 +171,7 @@ class Group:
                 f"join within {timeout.total_seconds():.0f} s: {error}"
             ) from error
         try:
-            prove_members(self, address.secret, rank, address.writers, address.workers, deadline)
+            authenticate_members(self, address.secret, rank, address.writers, address.workers, deadline)
         except BaseException:
             self.close()
             raise

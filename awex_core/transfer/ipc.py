@@ -24,7 +24,7 @@ from awex_core.transfer.base import Deadline, Programs, Progress, check_hold_wor
 from awex_core.transfer.transport import End, Export, Transport, on_one_kind, read_offer
 
 if TYPE_CHECKING:
-    from awex_core.kernels.gpu import Copies
+    from awex_core.kernels.gpu import CopyLaunch
     from awex_core.meta.messages import Process
 
 NAME = "ipc"
@@ -156,7 +156,7 @@ class IpcReceiver:
 
     def __init__(self, mapped: dict[int, Mapped], device: torch.device) -> None:
         self._mapped, self._device = mapped, device
-        self._cached: tuple[Programs, tuple[int, ...], tuple[list[Copies], int]] | None = None
+        self._cached: tuple[Programs, tuple[int, ...], tuple[list[CopyLaunch], int]] | None = None
 
     def receive(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
         """Pull every piece from every writer rank, and wait until all are there.
@@ -175,9 +175,9 @@ class IpcReceiver:
             raise TransferError(f"pulling from writer rank(s) {sorted(programs)}: {first_line(error)}") from error
         progress.moved(NAME, nbytes)
 
-    def _ready(self, programs: Programs, memory: Memory) -> tuple[list[Copies], int]:
+    def _ready(self, programs: Programs, memory: Memory) -> tuple[list[CopyLaunch], int]:
         """The copies from each writer, ready to run, and the bytes that they move in all."""
-        from awex_core.kernels.gpu import Copies
+        from awex_core.kernels.gpu import CopyLaunch
 
         addresses = tuple(memory.addresses)
         if not (self._cached and self._cached[0] is programs and self._cached[1] == addresses):
@@ -186,7 +186,7 @@ class IpcReceiver:
             for rank, program in programs.items():
                 source = self._mapped[rank].memory
                 check_programs({rank: program}, source, "src")
-                ready.append(Copies(copy_batches(program, source.addresses, addresses), self._device))
+                ready.append(CopyLaunch(copy_batches(program, source.addresses, addresses), self._device))
             nbytes = sum(int(program.nbytes.sum()) for program in programs.values())
             self._cached = programs, addresses, (ready, nbytes)
         return self._cached[2]

@@ -92,7 +92,7 @@ def prepare_for_gather(optimizer: Any) -> None:
         prepare()
 
 
-def settle_expert_bias(model: torch.nn.Module) -> None:
+def finalize_expert_bias(model: torch.nn.Module) -> None:
     """Have routers give their expert bias the memory it keeps.
 
     Float16Module casts that buffer with everything else, and the router's first
@@ -100,9 +100,9 @@ def settle_expert_bias(model: torch.nn.Module) -> None:
     describe memory that never changes again.
     """
     for module in model.modules():
-        settle = getattr(module, "_maintain_float32_expert_bias", None)
-        if settle is not None:
-            settle()
+        finalize = getattr(module, "_maintain_float32_expert_bias", None)
+        if finalize is not None:
+            finalize()
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ import torch
 from megatron_awex import compat
 
 
-def settle(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
+def finalize(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
     """Finish what the optimizer step left open. Every rank of a data-parallel group calls it (it may gather).
 
     A distributed optimizer updates one slice per rank; with

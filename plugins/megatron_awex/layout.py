@@ -105,7 +105,7 @@ def live_shards(model_chunks: Sequence[torch.nn.Module], *, family: Family, hf_v
         raise LayoutError("no model chunks were given; pass the list that Megatron trains")
     for chunk in chunks:
         compat.check_model(chunk)
-        compat.settle_expert_bias(chunk)
+        compat.finalize_expert_bias(chunk)
     tensors = [tensor for chunk in chunks for tensor in compat.sharded_tensors(chunk)]
     saved = {**dict(compat.named_parameters(chunks)), **dict(compat.persistent_buffers(chunks))}
     check_accounted(tensors, saved, dict(compat.named_buffers(chunks)))

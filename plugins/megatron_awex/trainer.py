@@ -93,12 +93,12 @@ def attach(
         places = Places(lambda: final_values.parameters(chunks), lambda: describe(chunks, model(), family))
         layout, memory = places.find()
 
-        def settle() -> Held:
+        def finalize() -> Held:
             held = places.find()
-            final_values.settle(chunks, optimizer)
+            final_values.finalize(chunks, optimizer)
             return held
 
-        return Description(layout, memory, layout.tensors, settle)
+        return Description(layout, memory, layout.tensors, finalize)
 
     def check(manifest: Sequence[CanonicalTensor]) -> None:
         check_whole((tensor.name for tensor in manifest), model().sizes)

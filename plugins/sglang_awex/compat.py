@@ -146,19 +146,19 @@ def begin_update(runner: Any) -> None:
         begin()
 
 
-def end_update(runner: Any, staged: Sequence[tuple[torch.nn.Module, Tensors]] = ()) -> None:
+def end_update(runner: Any, replaced: Sequence[tuple[torch.nn.Module, Tensors]] = ()) -> None:
     """SGLang's own end of an update from outside: what is derived from weights is computed anew.
 
     Args:
         runner: SGLang's model runner.
-        staged: modules that replace their weights, and the weights in checkpoint format. They are processed
+        replaced: modules that replace their weights, and the weights in checkpoint format. They are processed
             when SGLang processes them after a load, and keep the storage that they had.
 
     Raises:
         PlanError: a processed weight or a derived tensor is not shaped as the one that the engine computes with.
     """
     derived = _derived(runner.model)
-    _end_update(runner, staged)
+    _end_update(runner, replaced)
     faults = []
     for path, module, name, before in derived:
         after = getattr(module, name, None)
@@ -174,27 +174,27 @@ def end_update(runner: Any, staged: Sequence[tuple[torch.nn.Module, Tensors]] = 
         raise PlanError("tensors computed from weights have another shape or type than before", faults)
 
 
-def _end_update(runner: Any, staged: Sequence[tuple[torch.nn.Module, Tensors]]) -> None:
+def _end_update(runner: Any, replaced: Sequence[tuple[torch.nn.Module, Tensors]]) -> None:
     updater = runner.weight_updater
     session = hasattr(updater, "end_weight_update")
-    if session and not staged:
+    if session and not replaced:
         updater.end_weight_update(run_post_load=True)
         return
-    live = [own_tensors(module) for module, _ in staged]
+    live = [own_tensors(module) for module, _ in replaced]
     try:
-        for module, tensors in staged:
+        for module, tensors in replaced:
             _replace(module, tensors)
         if hasattr(runner.model, "post_load_weights"):  # in 0.5.16 it is what loaders do last, and all they do
             runner.model.post_load_weights()
-        processed = runner.model.modules() if session else [module for module, _ in staged]
+        processed = runner.model.modules() if session else [module for module, _ in replaced]
         for module in processed:
             method: Any = getattr(module, "quant_method", None)
             if method is not None:
                 method.process_weights_after_loading(module)
-        for (module, _), tensors in zip(staged, live, strict=True):
+        for (module, _), tensors in zip(replaced, live, strict=True):
             _fill(tensors, own_tensors(module), type(module).__name__)
     finally:
-        for (module, _), tensors in zip(staged, live, strict=True):
+        for (module, _), tensors in zip(replaced, live, strict=True):
             _replace(module, tensors)
 
 

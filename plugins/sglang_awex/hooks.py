@@ -60,7 +60,7 @@ def _read_flags(server_args: Any, _: Any, args: Any) -> None:
 def _before_launch(*_: Any, **given: Any) -> None:
     """Before any process of an engine is started: the last moment at which the environment reaches all."""
     if options.enabled():
-        options.settle(compat.settings(given["server_args"]))
+        options.export_options(compat.settings(given["server_args"]))
         core_options.make_command_key()
 
 

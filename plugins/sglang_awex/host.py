@@ -204,7 +204,7 @@ def wait_for_version(engine: Any, timeout_s: float) -> str:
 
     async def wait() -> None:
         before, end = controller.version, time.monotonic() + timeout_s
-        while controller.version == before or not controller.settled:
+        while controller.version == before or controller.paused:
             if time.monotonic() > end:
                 raise SyncTimeout(f"waited {timeout_s:g} s for a version newer than {before} ({controller.reason})")
             await asyncio.sleep(_POLL_S)

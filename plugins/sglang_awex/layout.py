@@ -33,7 +33,7 @@ from sglang_awex import compat, kept
 
 
 @dataclass
-class _Staged:
+class _Replaced:
     """A loader-path module, and its tensors in checkpoint format, allocated during a sync."""
 
     path: str
@@ -61,7 +61,7 @@ class SglangWorkerModel:
         self.device = torch.device(f"cuda:{runner.gpu_id}" if runner.device == "cuda" else runner.device)
         self._model: torch.nn.Module = runner.model
         self._runner = runner
-        self._staged: list[_Staged] = []
+        self._replaced: list[_Replaced] = []
         self._traced: list[str | CanonicalTensor] = []
         """What is behind the layout's buffers: parameters by name, and canonical tensors that the loader is given."""
         self._computed: list[str] = []
@@ -80,17 +80,17 @@ class SglangWorkerModel:
             trace = trace_model(self._model, load, manifest, tracked, engine=f"sglang {sglang.__version__}")
             check_followed(trace, dict(model.named_parameters()))
             computed = find_computed(trace, load, manifest, tracked)
-        self._staged = [
-            _Staged(path, module, before)
+        self._replaced = [
+            _Replaced(path, module, before)
             for path, module in self._model.named_modules()
             if (before := compat.checkpoint_format(module)) is not None and not compat.keeps_checkpoint_format(module)
         ]
         layout = self._assign(trace, computed)
         rules = self._check_complete(trace, layout)
-        aside = _staged_names(self._staged)
+        aside = _replaced_names(self._replaced)
         return TracedModel(
             layout,
-            (*(owner.describe() for owner in self._staged), *describe_computed(computed)),
+            (*(owner.describe() for owner in self._replaced), *describe_computed(computed)),
             compat.derived_tensors(self._model),
             frozenset(i for i, entry in enumerate(self._traced) if not isinstance(entry, str) or entry in aside),
             left_out(rules),
@@ -104,7 +104,7 @@ class SglangWorkerModel:
 
     def _assign(self, trace: Trace, computed: Computed) -> Layout:
         """Note which memory is behind each buffer, by name; returns the layout over them."""
-        live, aside = _tensors(self._model), _staged_names(self._staged)
+        live, aside = _tensors(self._model), _replaced_names(self._replaced)
         names = [buffer.name for buffer in trace.layout.buffers]
         layout, left = join_buffers(trace.layout, [None if n in aside else place_of(live[n]) for n in names])
         self._traced = [*(names[index] for index in left), *computed.tensors]
@@ -115,7 +115,7 @@ class SglangWorkerModel:
 
     def _check_complete(self, trace: Trace, layout: Layout) -> dict[str, str]:
         """See that every parameter and persistent buffer gets its contents; see ``check_filled``."""
-        live, aside, dummy = _tensors(self._model), _staged_names(self._staged), compat.is_dummy(self._runner)
+        live, aside, dummy = _tensors(self._model), _replaced_names(self._replaced), compat.is_dummy(self._runner)
         computed = {name: live[name] for name in self._computed if name not in aside}
 
         def why(name: str) -> tuple[str, str]:
@@ -132,7 +132,7 @@ class SglangWorkerModel:
     def _unfilled(self, trace: Trace) -> Iterator[_Unwritten]:
         """Tensors in checkpoint format or computed by the loader that are not wholly filled, nor by their module."""
         gaps = {trace.layout.buffers[gap.buffer].name: (gap.start, gap.end) for gap in reversed(trace.gaps)}
-        owners = {tensor_name(owner.path, name): owner.module for owner in self._staged for name in owner.before}
+        owners = {tensor_name(owner.path, name): owner.module for owner in self._replaced for name in owner.before}
         for full_name in {*owners, *self._computed} & gaps.keys():
             path, _, name = full_name.rpartition(".")
             module = owners.get(full_name) or self._model.get_submodule(path)
@@ -141,7 +141,7 @@ class SglangWorkerModel:
 
     def _unreceived(self, layout: Layout) -> Iterator[_Unwritten]:
         """Live tensors that no piece fills, or not wholly, of modules that do not replace theirs."""
-        finished, named = {id(owner.module) for owner in self._staged}, _tensors(self._model)
+        finished, named = {id(owner.module) for owner in self._replaced}, _tensors(self._model)
         by_loader = {id(named[name]) for name in self._computed}  # whichever modules have it
         live = {
             tensor_name(path, name): (module, name, tensor)
@@ -162,7 +162,7 @@ class SglangWorkerModel:
             torch.cuda.synchronize(self.device)  # a step that was launched before the pause may still read weights
         with torch.no_grad():
             compat.begin_update(self._runner)
-            for owner in self._staged:
+            for owner in self._replaced:
                 owner.tensors = {name: before.materialize(self.device) for name, before in owner.before.items()}
         tensors = _tensors(self._model)
         moved = [
@@ -172,7 +172,7 @@ class SglangWorkerModel:
         ]
         if moved:
             raise PlanError("parameters have been replaced since they were traced; restart the engine", moved)
-        for owner in self._staged:
+        for owner in self._replaced:
             tensors |= {tensor_name(owner.path, name): tensor for name, tensor in owner.tensors.items()}
         for spec in self._offered:
             self._offered[spec] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.device)
@@ -181,7 +181,7 @@ class SglangWorkerModel:
 
     def lend(self) -> Memory:
         """See ``WorkerModel.lend``."""
-        tensors, aside = _tensors(self._model), _staged_names(self._staged)
+        tensors, aside = _tensors(self._model), _replaced_names(self._replaced)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         here = [entry if isinstance(entry, str) and entry not in aside else "" for entry in self._traced]
         return Memory(tuple(flat_bytes(tensors[name]) if name else nothing for name in here))
@@ -196,7 +196,7 @@ class SglangWorkerModel:
         with torch.no_grad():
             if self._offered:
                 self._run_loader()
-            compat.end_update(self._runner, [(owner.module, owner.tensors) for owner in self._staged])
+            compat.end_update(self._runner, [(owner.module, owner.tensors) for owner in self._replaced])
         self.abort()
 
     def _run_loader(self) -> None:
@@ -205,7 +205,7 @@ class SglangWorkerModel:
         In a checkpoint they are in CPU memory, and another device would round otherwise.
         """
         aside = {
-            tensor_name(owner.path, name): tensor for owner in self._staged for name, tensor in owner.tensors.items()
+            tensor_name(owner.path, name): tensor for owner in self._replaced for name, tensor in owner.tensors.items()
         }
         targets = {name: aside[name] for name in self._computed if name in aside}
         model = compat.in_checkpoint_format(self._model, targets)
@@ -214,7 +214,7 @@ class SglangWorkerModel:
 
     def abort(self) -> None:
         """See ``WorkerModel.abort``."""
-        for owner in self._staged:
+        for owner in self._replaced:
             owner.tensors = {}
         self._offered = {tensor: torch.empty(0) for tensor in self._offered}
 
@@ -223,6 +223,6 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _staged_names(staged: Sequence[_Staged]) -> set[str]:
+def _replaced_names(replaced: Sequence[_Replaced]) -> set[str]:
     """Names of tensors that are received aside."""
-    return {tensor_name(owner.path, name) for owner in staged for name in owner.before}
+    return {tensor_name(owner.path, name) for owner in replaced for name in owner.before}

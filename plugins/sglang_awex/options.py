@@ -25,7 +25,7 @@ def enabled() -> bool:
     return bool(backend)
 
 
-def settle(settings: Mapping[str, Any]) -> None:
+def export_options(settings: Mapping[str, Any]) -> None:
     """Check an engine's resolved settings and leave what its processes need in the environment.
 
     Args:
@@ -37,7 +37,7 @@ def settle(settings: Mapping[str, Any]) -> None:
     """
     if settings["nnodes"] > 1 and not os.environ.get("AWEX_ENGINE"):
         raise ConfigError("an engine on several nodes needs --weight-sync-engine NAME, the same on all of them")
-    engine = options.settle_engine(
+    engine = options.export_engine(
         "sglang",
         workers=settings["tp_size"] * settings["pp_size"] * settings["dp_size"],
         dummy_weights=settings["load_format"] == "dummy",

@@ -119,7 +119,7 @@ def _reload_modules() -> tuple[Any, Any]:
     return layerwise, meta
 
 
-Snapshot = list[tuple[dict[str, Any], dict[str, Any]]]
+Entries = list[tuple[dict[str, Any], dict[str, Any]]]
 """Dictionaries that belong to modules and objects, and what was in them."""
 
 
@@ -128,7 +128,7 @@ class _Registered:
     """A module's parameters and buffers, absent ones (None) included, and which of them are not persistent."""
 
     module: torch.nn.Module
-    tensors: Snapshot
+    tensors: Entries
     not_persistent: set[str]
 
     def put_back(self) -> None:
@@ -139,12 +139,12 @@ class _Registered:
 
 
 def _registered(module: torch.nn.Module) -> _Registered:
-    tensors: Snapshot = [(module._parameters, dict(module._parameters)), (module._buffers, dict(module._buffers))]
+    tensors: Entries = [(module._parameters, dict(module._parameters)), (module._buffers, dict(module._buffers))]
     return _Registered(module, tensors, set(module._non_persistent_buffers_set))
 
 
-def _restore(snapshot: Snapshot) -> None:
-    for entries, kept in snapshot:
+def _restore(saved: Entries) -> None:
+    for entries, kept in saved:
         for name in entries.keys() - kept.keys() - {*_MODULE_DICTS}:
             del entries[name]
         entries.update(kept)
@@ -306,7 +306,7 @@ class _Step:
 
     live: Tensors
     made: Tensors
-    state: Snapshot
+    state: Entries
 
 
 @contextmanager

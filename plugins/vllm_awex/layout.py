@@ -68,7 +68,7 @@ class _Slot:
 
 
 @dataclass
-class _Staged:
+class _Replaced:
     """A loader-path module and its checkpoint-format tensors, allocated during a sync."""
 
     path: str
@@ -79,7 +79,7 @@ class _Staged:
     kept: compat.Tensors = field(default_factory=dict)
 
 
-_Entry = torch.Tensor | tuple[_Staged, str] | CanonicalTensor
+_Entry = torch.Tensor | tuple[_Replaced, str] | CanonicalTensor
 """Memory behind a buffer: a live tensor, a loader-path module's, or what a canonical tensor is received into, whole."""
 
 _Unwritten = tuple[str, tuple[int, int]]
@@ -103,7 +103,7 @@ class VllmWorkerModel:
         self._buffers: list[_Entry] = []
         self._homes: dict[str, tuple[torch.nn.Module, str, Place | None]] = {}
         """Where live tensors were when they were traced, by name: their module, their name there, and the place."""
-        self._staged: list[_Staged] = []
+        self._replaced: list[_Replaced] = []
         self._refreshed: list[torch.nn.Module] = []
         self._derived: list[torch.nn.Module] = []
         self._computed: list[_Slot] = []
@@ -146,20 +146,20 @@ class VllmWorkerModel:
         return ignored(trace.dropped, manifest, config, lambda name: compat.why_dropped(self._model, name))
 
     def _assign(self, trace: Trace, slots: dict[str, _Slot], computed: Computed) -> TracedModel:
-        """Give every traced buffer its memory: the live tensor's, or a staged one."""
+        """Give every traced buffer its memory: the live tensor's, or a temporary one."""
         used = {int(index) for index in trace.layout.buffer} | {c.buffer for c in trace.layout.constants}
         loaded = {index: slots[trace.layout.buffers[index].name] for index in sorted(used)}
         self._computed = [slots[name] for name in computed.parameters]
-        staged = self._find_replaced([*loaded.values(), *self._computed])
+        replaced = self._find_replaced([*loaded.values(), *self._computed])
         self._derived = self._find_derived()
         self._buffers, self._homes = [], {}
         moves: dict[int, tuple[int, int]] = {}
         buffers: list[Buffer] = []
         for index, slot in loaded.items():
             moves[index] = (len(buffers), 0)
-            owner = staged.get(id(slot.module))
+            owner = replaced.get(id(slot.module))
             if owner is not None:
-                buffers.append(Buffer(f"{slot.full_name} (staged)", slot.meta.untyped_storage().nbytes()))
+                buffers.append(Buffer(f"{slot.full_name} (temporary)", slot.meta.untyped_storage().nbytes()))
                 self._buffers.append((owner, slot.name))
             else:
                 storage = _live(slot).untyped_storage()
@@ -168,9 +168,9 @@ class VllmWorkerModel:
                 buffers.append(Buffer(slot.full_name, storage.nbytes()))
                 self._buffers.append(_live(slot))
                 self._homes[slot.full_name] = (slot.module, slot.name, place_of(_live(slot)))
-        self._staged = list(staged.values())
+        self._replaced = list(replaced.values())
         paths = {id(module): path for path, module in self._model.named_modules()}
-        packing = [m for m in self._model.modules() if compat.hides_copy(m) and id(m) not in staged]
+        packing = [m for m in self._model.modules() if compat.hides_copy(m) and id(m) not in replaced]
         self._refreshed = packing
         # Live tensors may share memory that checkpoint-format ones do not: a tied head is one with the embedding.
         places = [place_of(entry) if isinstance(entry, torch.Tensor) else None for entry in self._buffers]
@@ -180,7 +180,7 @@ class VllmWorkerModel:
         self._buffers = [*(self._buffers[index] for index in left), *computed.tensors]
         refreshed = tuple(paths[id(module)] for module in [*packing, *self._derived])
         aside = frozenset(i for i, entry in enumerate(self._buffers) if not isinstance(entry, torch.Tensor))
-        loader_path = [*(_describe(owner) for owner in self._staged), *describe_computed(computed)]
+        loader_path = [*(_describe(owner) for owner in self._replaced), *describe_computed(computed)]
         return TracedModel(layout, tuple(loader_path), refreshed, aside)
 
     def _check_complete(self, trace: Trace, layout: Layout, slots: Sequence[_Slot]) -> dict[str, str]:
@@ -205,7 +205,7 @@ class VllmWorkerModel:
         gaps = {trace.layout.buffers[gap.buffer].name: (gap.start, gap.end) for gap in reversed(trace.gaps)}
         left_live = {slot.full_name: slot.live for slot in slots if slot.live is not None and slot.live is slot.meta}
         received = left_live.keys() - unwritten(layout, self._live_buffers(), left_live).keys()
-        aside = {id(owner.module) for owner in self._staged}
+        aside = {id(owner.module) for owner in self._replaced}
         by_loader = {slot.full_name for slot in self._computed}
         for slot in slots:
             processed = slot.live is None or id(slot.module) in aside or slot.full_name in by_loader
@@ -215,7 +215,7 @@ class VllmWorkerModel:
 
     def _unreceived(self, layout: Layout) -> Iterator[_Unwritten]:
         """Live tensors that no piece fills, or not wholly, and that no post-load step computes."""
-        aside = {id(owner.module) for owner in self._staged}
+        aside = {id(owner.module) for owner in self._replaced}
         by_loader = {id(slot.live) for slot in self._computed}  # whichever modules have it
         live = {
             tensor_name(path, name): (module, name, tensor)
@@ -234,12 +234,12 @@ class VllmWorkerModel:
         """Whether a tensor is computed anew by its layer's own method after every update."""
         return any(module is derived for derived in self._derived) and name in compat.derived_names(module)
 
-    def _find_replaced(self, loaded: Sequence[_Slot]) -> dict[int, _Staged]:
+    def _find_replaced(self, loaded: Sequence[_Slot]) -> dict[int, _Replaced]:
         """Modules that take the loader path, by id; one of each kind rehearses its post-load step."""
         modules: dict[int, list[_Slot]] = {}
         for slot in loaded:
             modules.setdefault(id(slot.module), []).append(slot)
-        staged, faults, known = {}, [], dict[object, compat.Rehearsal]()
+        replaced, faults, known = {}, [], dict[object, compat.Rehearsal]()
         for key, slots in modules.items():
             module, metas = slots[0].module, {slot.name: slot.meta for slot in slots}
             direct = all(slot.direct for slot in slots)
@@ -253,10 +253,10 @@ class VllmWorkerModel:
             if found.refused:
                 faults.append(f"{slots[0].path}: {found.refused}")
             elif found.changes or not direct:
-                staged[key] = _Staged(slots[0].path, module, metas, found.changes or "packs its weights")
+                replaced[key] = _Replaced(slots[0].path, module, metas, found.changes or "packs its weights")
         if faults:
             raise PlanError("this engine cannot receive weights in place", faults)
-        return staged
+        return replaced
 
     def _find_derived(self) -> list[torch.nn.Module]:
         """Modules that compute matrices from weights; each does so once, from what is live, to show that it can."""
@@ -289,7 +289,7 @@ class VllmWorkerModel:
 
     def begin(self) -> Memory:
         """See ``WorkerModel.begin``."""
-        for owner in self._staged:
+        for owner in self._replaced:
             owner.tensors = {name: compat.materialize(meta, self.device) for name, meta in owner.metas.items()}
         moved = [name for name, (module, own, place) in self._homes.items() if _place_in(module, own) != place]
         if moved:
@@ -312,7 +312,7 @@ class VllmWorkerModel:
 
     def live(self) -> Memory | None:
         """See ``WorkerModel.live``; on a CPU, packed copies are out of sight."""
-        if self.device.type == "cpu" and (self._staged or any(map(compat.hides_weights, self._model.modules()))):
+        if self.device.type == "cpu" and (self._replaced or any(map(compat.hides_weights, self._model.modules()))):
             return None
         tensors = compat.all_tensors(self._model)
         return Memory(tuple({t.untyped_storage()._cdata: flat_bytes(t) for t in tensors if t.numel()}.values()))
@@ -322,7 +322,7 @@ class VllmWorkerModel:
         with self._engine_context():
             if self._offered:
                 self._run_loader()
-            for owner in self._staged:
+            for owner in self._replaced:
                 owner.kept = compat.process_module(owner.module, owner.tensors)
                 owner.tensors = {}
             for module in self._refreshed:
@@ -336,10 +336,10 @@ class VllmWorkerModel:
 
         In a checkpoint they are in CPU memory, and another device would round otherwise.
         """
-        staged = {id(owner.module): owner.tensors for owner in self._staged}
+        replaced = {id(owner.module): owner.tensors for owner in self._replaced}
         targets = [
-            compat.Target(slot.module, slot.name, staged[id(slot.module)][slot.name])
-            if id(slot.module) in staged
+            compat.Target(slot.module, slot.name, replaced[id(slot.module)][slot.name])
+            if id(slot.module) in replaced
             else compat.Target(slot.module, slot.name, _live(slot))
             for slot in self._computed
         ]
@@ -348,7 +348,7 @@ class VllmWorkerModel:
 
     def abort(self) -> None:
         """See ``WorkerModel.abort``."""
-        for owner in self._staged:
+        for owner in self._replaced:
             owner.tensors = {}
         self._offered = {tensor: torch.empty(0) for tensor in self._offered}
 
@@ -364,7 +364,7 @@ def _live(slot: _Slot) -> torch.Tensor:
     return slot.live
 
 
-def _describe(owner: _Staged) -> LoaderPathModule:
+def _describe(owner: _Replaced) -> LoaderPathModule:
     method = type(getattr(owner.module, "quant_method", owner.module)).__name__
     nbytes = sum(meta.numel() * meta.element_size() for meta in owner.metas.values())
     return LoaderPathModule(owner.path, f"{method} {owner.changes}", nbytes)

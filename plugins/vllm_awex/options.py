@@ -28,7 +28,7 @@ def export_options(args: argparse.Namespace) -> None:
                 "AWEX_BACKEND is what SGLang reads: start vLLM with --weight-sync-backend=awex, or unset it"
             )
         return
-    options.settle_engine(
+    options.export_engine(
         "vllm",
         workers=args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size,
         dummy_weights=getattr(args, "load_format", None) == "dummy",

@@ -240,7 +240,7 @@ class Campaign:
         if stage.meta.process.poll() is not None:
             stage.meta.restart()
         for engine in stage.engines.values():
-            engine.settle()
+            engine.await_start()
             if engine.dead:
                 engine.restart()
         if not self._joined or any(rank.process.poll() is not None for rank in stage.trainer.ranks):

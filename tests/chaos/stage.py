@@ -195,7 +195,7 @@ class Engine:
         self._starting = False
         self.server.wait(120)
 
-    def settle(self) -> None:
+    def await_start(self) -> None:
         """Wait for a start that is under way; one that has come to nothing is made again."""
         if self._starting:
             self._starting = False

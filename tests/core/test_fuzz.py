@@ -239,7 +239,7 @@ def _eventful() -> bytes:
 
 @settings(fuzz, max_examples=max(MANY // 3, 20))
 @given(st.data())
-def test_snapshots_of_a_job(data: st.DataObject) -> None:
+def test_saved_states_of_a_job(data: st.DataObject) -> None:
     body = data.draw(anything(_eventful()))
     machine = frugal(Machine.restored, body, MetaServerError)
     if isinstance(machine, Machine):

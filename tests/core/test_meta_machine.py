@@ -1,4 +1,4 @@
-"""A job's state as what its log gives: replayed, or gone on with from a snapshot, it is the same."""
+"""A job's state as what its log gives: replayed, or gone on with from a saved state, it is the same."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ EVENTS: list[tuple[float, msgspec.Struct]] = [
 
 
 @pytest.mark.parametrize("cut", range(len(EVENTS)))
-def test_a_job_goes_on_alike_from_a_snapshot_after_any_entry(cut):
+def test_a_job_goes_on_alike_from_a_saved_state_after_any_entry(cut):
     first, resumed = Machine.begin("job", BEGIN, 0.0), Machine.begin("job", BEGIN, 0.0)
     catch_ups = 0
     for position, (now, message) in enumerate(EVENTS):
@@ -149,7 +149,7 @@ def test_all_of_a_version_is_kept():
     assert set(SavedSync.__struct_fields__) == fields
 
 
-def test_a_repeat_is_known_after_a_snapshot():
+def test_a_repeat_is_known_after_a_saved_state():
     machine = Machine.begin("job", BEGIN, 0.0)
     machine.apply(entry(writer()), 0.0)
     assert isinstance(machine.apply(entry(announce(), "key"), 0.0), bytes)
@@ -158,7 +158,7 @@ def test_a_repeat_is_known_after_a_snapshot():
     assert isinstance(again.apply(entry(announce(), "another"), 0.0), Fenced)
 
 
-def test_what_keys_hold_is_counted_after_a_snapshot():
+def test_what_keys_hold_is_counted_after_a_saved_state():
     machine = Machine.begin("job", Begin(LEASE, Limits(kv_bytes=10)), 0.0)
     machine.apply(entry(m.Put(key="a", value=b"12345678", ttl_s=9)), 0.0)
     machine = Machine.restored(machine.saved())
@@ -208,7 +208,7 @@ def test_a_version_goes_on_after_the_servers_were_away():
     assert sync is not None and (sync.version, sync.state) == (Version(1, 1), "open")
 
 
-def test_a_snapshot_of_something_else_is_an_error():
+def test_a_saved_state_of_something_else_is_an_error():
     with pytest.raises(MetaServerError, match="cannot be read"):
         Machine.restored(b"\xc1")
 

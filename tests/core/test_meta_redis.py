@@ -25,7 +25,7 @@ from awex_core.meta import messages as m
 from awex_core.meta import replicated
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.limits import Limits
-from awex_core.meta.redis_store import Logged, RedisStore, Snapshot
+from awex_core.meta.redis_store import Logged, RedisStore, SavedState
 from awex_core.meta.server import MetaServer
 from awex_core.settings.config import SyncConfig
 from awex_core.testing.fake_engine import holds
@@ -244,9 +244,9 @@ def two_processes(redis: RedisProcess, tmp_path: Path) -> Iterator[list[ServerPr
             server.kill()
 
 
-def test_a_server_that_was_stopped_for_long_reads_the_snapshot(serve, two_processes, monkeypatch):
+def test_a_server_that_was_stopped_for_long_reads_the_saved_state(serve, two_processes, monkeypatch):
     """The others went on meanwhile, and dropped what it had not read."""
-    monkeypatch.setattr(replicated, "SNAPSHOT_ENTRIES", 20)
+    monkeypatch.setattr(replicated, "SAVE_ENTRIES", 20)
     late = two_processes[0]
     with client_of(serve()) as client, MetaClient(late.address, "job", TOKEN, timeout_s=30) as asking:
         begin_version(client)
@@ -261,20 +261,20 @@ def test_a_server_that_was_stopped_for_long_reads_the_snapshot(serve, two_proces
 
 def test_a_server_that_misses_entries_notices_and_reads_them(serve, monkeypatch, caplog):
     """Some entries are kept from it, until it reads everything anew."""
-    read, snapshot = RedisStore.read, RedisStore.snapshot
+    read, saved = RedisStore.read, RedisStore.saved_state
     missing = True
 
     async def lossy_read(self: RedisStore, job: str, after: bytes, wait_s: float) -> list[Logged]:
         entries = await read(self, job, after, wait_s)
         return [entry for entry in entries if not (missing and 5 <= entry.number < 9)]
 
-    async def first_snapshot(self: RedisStore, job: str) -> Snapshot | None:
+    async def first_state(self: RedisStore, job: str) -> SavedState | None:
         nonlocal missing
         missing = not any(record.name == replicated.__name__ for record in caplog.records)
-        return await snapshot(self, job)
+        return await saved(self, job)
 
     monkeypatch.setattr(RedisStore, "read", lossy_read)
-    monkeypatch.setattr(RedisStore, "snapshot", first_snapshot)
+    monkeypatch.setattr(RedisStore, "saved_state", first_state)
     with client_of(serve()) as client:
         begin_version(client)
         finish_version(client)
@@ -422,7 +422,7 @@ def test_members_join_again_when_redis_has_lost_everything(tmp_path):
 
 
 def test_the_log_is_bounded_and_nothing_is_lost_by_it(serve, redis, monkeypatch):
-    monkeypatch.setattr(replicated, "SNAPSHOT_ENTRIES", 50)
+    monkeypatch.setattr(replicated, "SAVE_ENTRIES", 50)
     server = serve(lease_s=60)
     with client_of(server) as client:
         begin_version(client)
@@ -430,7 +430,7 @@ def test_the_log_is_bounded_and_nothing_is_lost_by_it(serve, redis, monkeypatch)
             client.heartbeat(["w0"])
         until(lambda: redis.client().xlen("awex:1:job:log") <= 110, 20)
         assert int(redis.client().hget("awex:1:job:head", "n")) > 400
-        # A server that has seen none of it goes on from the snapshot.
+        # A server that has seen none of it goes on from the saved state.
         with client_of(serve()) as late:
             assert without_times(late.watch()) == without_times(client.watch())
             finish_version(late)

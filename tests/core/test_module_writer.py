@@ -194,9 +194,9 @@ def test_without_headers_what_a_state_dict_holds_is_published(tmp_path: Path) ->
     assert "block.bias_of_router" not in names_of(describe(module, without)), "headers say which buffers there are"
     config_only = Checkpoint({"tie_word_embeddings": True})
     assert "block.bias_of_router" in names_of(describe(module, config_only))
-    described.settle()
+    described.finalize()
     module.block.bias_of_router = module.block.bias_of_router.clone()
-    _, memory = described.settle()
+    _, memory = described.finalize()
     assert memory.addresses[buffer.buffer] == module.block.bias_of_router.data_ptr(), "it is followed"
 
 

@@ -315,22 +315,22 @@ def test_a_modules_parameters_may_move(config: SyncConfig, loop: Loop, how: Call
 def test_the_same_object_is_given_as_long_as_nothing_moves() -> None:
     module = Net()
     described = describe(module, Checkpoint({}))
-    first = described.settle()
+    first = described.finalize()
     module.train_to(1)
-    assert described.settle() is first
+    assert described.finalize() is first
     by_data(module)
-    second = described.settle()
+    second = described.finalize()
     assert second is not first and second[0] is first[0], "the layout is the same"
-    assert described.settle() is second
+    assert described.finalize() is second
 
 
 def test_other_strides_at_the_same_address_are_another_layout() -> None:
     """A square matrix that is transposed in place: address, shape and type stay what they were."""
     module = nn.Linear(4, 4, bias=False)
     described = describe(module, Checkpoint({}))
-    layout, memory = described.settle()
+    layout, memory = described.finalize()
     module.weight.data = module.weight.data.t()
-    moved, same = described.settle()
+    moved, same = described.finalize()
     assert memory.addresses == same.addresses
     (shard,) = moved.shards()
     view = same.view(shard.buffer, shard.offset, shard.extent, shard.stride, torch.float32)
@@ -342,10 +342,10 @@ def test_parameters_that_come_and_go_are_named() -> None:
     described = describe(module, Checkpoint({}))
     module.late = nn.Linear(2, 2, bias=False)
     with pytest.raises(LayoutError, match=r"late\.weight: it was no part of the model at attach"):
-        described.settle()
+        described.finalize()
     del module.late, module.model["up"]
     with pytest.raises(LayoutError, match=r"model\.up\.weight: it is no longer part of the model"):
-        described.settle()
+        described.finalize()
 
 
 def test_an_offloaded_module_cannot_be_attached() -> None:

@@ -12,7 +12,7 @@ from awex_core.settings import options
 
 IN_CHILD = """
 from awex_core.settings import options
-print(options.settle_engine("k", workers=1, dummy_weights=False, starts=False).instance)
+print(options.export_engine("k", workers=1, dummy_weights=False, starts=False).instance)
 """
 
 
@@ -25,12 +25,12 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWEX_TOKEN", "t")
 
 
-def settle(*, starts: bool) -> str:
-    return options.settle_engine("k", workers=1, dummy_weights=False, starts=starts).instance
+def export(*, starts: bool) -> str:
+    return options.export_engine("k", workers=1, dummy_weights=False, starts=starts).instance
 
 
 def in_child(depth: int) -> str:
-    """Settled in a process that is ``depth`` generations below this one."""
+    """Exported in a process that is ``depth`` generations below this one."""
     wrap = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
     command = [sys.executable, "-c", IN_CHILD] if depth == 1 else [sys.executable, "-c", wrap, IN_CHILD]
     return subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=True, timeout=60).stdout
@@ -38,11 +38,11 @@ def in_child(depth: int) -> str:
 
 def test_the_processes_of_one_engine_share_its_instance(environment: None) -> None:
     """Several API servers, each of which reads the flags, are children of the one that read them first."""
-    first = settle(starts=False)
-    assert settle(starts=False) == first and in_child(1).strip() == first
+    first = export(starts=False)
+    assert export(starts=False) == first and in_child(1).strip() == first
     assert in_child(2).strip() != first, "an engine that is started from within another one is another one"
 
 
 def test_an_engine_that_is_started_again_has_another_instance(environment: None) -> None:
     """Also in the same process."""
-    assert settle(starts=True) != settle(starts=True)
+    assert export(starts=True) != export(starts=True)

@@ -141,14 +141,14 @@ def test_a_rank_that_left_a_version_out_does_not_build_on_it(engine: FakeEngine,
     check_partial(engine, trainer, 4)
 
 
-@pytest.mark.parametrize("when", ["settling", "copying", "before it is announced"])
+@pytest.mark.parametrize("when", ["finalizing", "copying", "before it is announced"])
 def test_after_an_error_on_the_way_to_the_announcement(
     engine: FakeEngine, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise LayoutError("moved")
 
-    where = {"settling": "_settle", "copying": "_free_snapshot", "before it is announced": "_announce"}[when]
+    where = {"finalizing": "_finalize", "copying": "_free_snapshot", "before it is announced": "_announce"}[when]
     with monkeypatch.context() as patch:
         for writer in trainer.writers:
             patch.setattr(writer, where, fail)

@@ -37,7 +37,7 @@ def explore(seed: int, chaos: Chaos, *mutants: str) -> World:
     try:
         world.run_wild(WILD_STEPS)
         world.run_calm(CALM_VERSIONS)
-        world.settle()
+        world.run_until_idle()
     except Violation as violation:
         violation.add_note(f"seed {seed}, {chaos}\n" + "\n".join(list(world.history)[-60:]))
         raise

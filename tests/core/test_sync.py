@@ -131,7 +131,7 @@ class Trainer:
                 run=run,
                 manifest=manifest,
                 config=config,
-                settle=self.places[rank].find,
+                finalize=self.places[rank].find,
             )
 
         self.writers = list(self._pool.map(join, range(world)))
@@ -1198,7 +1198,7 @@ def test_an_engine_whose_controller_is_stopped_during_an_update_is_taken_over(
         gate.open(loop)
         eventually(lambda: not first.elected)
         assert trainer.write(3).committed == ("e",)
-        eventually(lambda: second.settled and second.version == Version(1, 3))
+        eventually(lambda: not second.paused and second.version == Version(1, 3))
         assert holds(engine, trainer.weights)
         assert engine.events[-2:] == ["show 1.3", "resume"]
     finally:

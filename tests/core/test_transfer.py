@@ -28,7 +28,7 @@ from awex_core.plan import CopyProgram
 from awex_core.testing.transport import Meeting, Peers, TransportTests, failure, grid_case, plan_programs, row_case
 from awex_core.transfer import group, shm, shm_staged
 from awex_core.transfer.base import Deadline, Programs, Progress
-from awex_core.transfer.proof import SECRET_NBYTES, draw_secret
+from awex_core.transfer.handshake import SECRET_NBYTES, draw_secret
 
 # --- shm --------------------------------------------------------------------------------------------
 
@@ -453,7 +453,7 @@ def guess(heard: torch.Tensor, *, writing: bool) -> torch.Tensor:
 
 
 def mirror(heard: torch.Tensor, *, writing: bool) -> torch.Tensor:
-    """What came from the other side: its own proof, or its nonce twice."""
+    """What came from the other side: its own MAC, or its nonce twice."""
     return heard[32:].clone() if writing else torch.cat([heard, heard])
 
 

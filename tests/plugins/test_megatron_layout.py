@@ -117,7 +117,7 @@ def rank_main(folder: Path, world: int) -> None:
 def train_case(case: Case, folder: Path, checkpoint: Path) -> None:
     from awex_core.trainers.trainer import Places
     from megatron_awex.families import family_for
-    from megatron_awex.final_values import parameters, settle
+    from megatron_awex.final_values import finalize, parameters
     from megatron_awex.layout import live_shards
     from megatron_awex.trainer import HfModel, describe
 
@@ -142,7 +142,7 @@ def train_case(case: Case, folder: Path, checkpoint: Path) -> None:
             check_layout(shards, *places.find())
             assert places.find()[0] is first[0] and places.find()[1] is not first[1]
         assert step == STEPS[-1] or places.find() is first
-        settle(trainer.chunks, trainer.optimizer)
+        finalize(trainer.chunks, trainer.optimizer)
         trainer.dump_raw(folder / step)
         save_shards(shards, folder / step)
     if case.layout == "tp=1":

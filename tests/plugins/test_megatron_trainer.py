@@ -189,7 +189,7 @@ def test_only_lazy_gathers_are_forced(sliced, lazy, gathers):
         start_param_sync=lambda force_sync: calls.append(force_sync),
     )
     optimizer = SimpleNamespace(prepare_model_params_for_param_sync=lambda: calls.append("prepared"))
-    final_values.settle([chunk], optimizer)
+    final_values.finalize([chunk], optimizer)
     assert calls == ["prepared", True][: 2 * gathers]
 
 

@@ -67,7 +67,7 @@ def be_rank(run: TrainerRun, folder: Path, rank: int, world: int, meeting: Path)
         (out / "manifest").write_bytes(encode_manifest(tuple(manifest)))
     for seed in SEEDS:
         part.hold(load_file(run.held.checkpoint(folder, seed) / "model.safetensors"))
-        description.settle()
+        description.finalize()
         buffers = {str(index): buffer.clone() for index, buffer in enumerate(description.memory.buffers)}
         save_file(buffers, out / f"seed{seed}-rank{rank}.safetensors")
         part.save_raw(out / f"raw{seed}")
@@ -86,7 +86,7 @@ def part_of_megatron(run: TrainerRun, folder: Path) -> Part:
     """A rank of a Megatron trainer, filled through the shards that the plugin collected."""
     from awex_core.trainers.trainer import Description, Places
     from megatron_awex.families import family_for
-    from megatron_awex.final_values import parameters, settle
+    from megatron_awex.final_values import finalize, parameters
     from megatron_awex.layout import live_shards
     from megatron_awex.trainer import HfModel, describe
 
@@ -96,10 +96,10 @@ def part_of_megatron(run: TrainerRun, folder: Path) -> Part:
     places = Places(lambda: parameters(trainer.chunks), lambda: describe(trainer.chunks, model))
     layout, memory = places.find()
 
-    def settle_rank() -> Held:
+    def finalize_rank() -> Held:
         held = places.find()
         assert held[1] is memory, "the shards above are elsewhere now"
-        settle(trainer.chunks, trainer.optimizer)
+        finalize(trainer.chunks, trainer.optimizer)
         return held
 
     def hold(weights: Tensors) -> None:
@@ -107,7 +107,7 @@ def part_of_megatron(run: TrainerRun, folder: Path) -> Part:
             box = (slice(begin, begin + size) for begin, size in zip(shard.start, shard.view.shape, strict=True))
             shard.view.copy_(weights[shard.name][tuple(box)])
 
-    return Part(Description(layout, memory, layout.tensors, settle_rank), hold, trainer.dump_raw)
+    return Part(Description(layout, memory, layout.tensors, finalize_rank), hold, trainer.dump_raw)
 
 
 def part_of_fsdp(run: TrainerRun, folder: Path) -> Part:

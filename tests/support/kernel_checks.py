@@ -40,7 +40,7 @@ def check_copies(device: torch.device, seed: int, **options: Any) -> list[Batch]
 
     Returns the batches of the program that ``options`` make.
     """
-    from awex_core.kernels.gpu import Copies
+    from awex_core.kernels.gpu import CopyLaunch
 
     program, src_sizes, dst_sizes = random_program(seed, 60, len(TENSORS), **options)
     cpu = torch.device("cpu")
@@ -49,7 +49,7 @@ def check_copies(device: torch.device, seed: int, **options: Any) -> list[Batch]
     for k in range(len(program)):
         cast_into(descriptor_view(program, k, expected, "dst"), descriptor_view(program, k, values, "src"))
     batches = copy_batches(program, source.addresses, found.addresses)
-    copies = Copies(batches, device)
+    copies = CopyLaunch(batches, device)
     for _ in range(2):
         copies.launch()
     if device.type == "cuda":
@@ -60,14 +60,14 @@ def check_copies(device: torch.device, seed: int, **options: Any) -> list[Batch]
 
 def check_casts(device: torch.device) -> None:
     """Of every pair of types, the bits are those that ``casts.cast`` gives on the CPU; copied, and some digested."""
-    from awex_core.kernels.gpu import Copies, Digest
+    from awex_core.kernels.gpu import CopyLaunch, Digest
 
     for source, destination in PAIRS:
         values = specimens(source)
         memory = Memory((values.view(torch.uint8).to(device),))
         found = Memory((torch.zeros(len(values) * destination.itemsize, dtype=torch.uint8, device=device),))
         program = one_piece(len(values), source, destination)
-        Copies(copy_batches(program, memory.addresses, found.addresses), device).launch()
+        CopyLaunch(copy_batches(program, memory.addresses, found.addresses), device).launch()
         expected = cast(values, destination).view(torch.uint8)
         assert torch.equal(found.buffers[0].cpu(), expected), (source, destination)
         few = values[::16].clone()

@@ -1085,14 +1085,14 @@ class Controller(Process):
         return None
 
     def _await_workers(self, version: Version, limit_s: float) -> Steps[str]:
-        def settled(view: m.JobView) -> str | None:
+        def reported(view: m.JobView) -> str | None:
             failure, sync = self._failure_in(view, version), self._sync_in(view, version)
             if failure or sync is None:
                 return failure
             held = sync.engines[self.engine.name].reported
             return "" if all(worker.rank in held for worker in view.engines[self.engine.name].workers) else None
 
-        return (yield from self.wait_for(settled, timeout_s=limit_s, what="all workers to report"))
+        return (yield from self.wait_for(reported, timeout_s=limit_s, what="all workers to report"))
 
     def _torn(self, version: Version, reason: str) -> Steps[None]:
         self.world.ghost.kinds["torn"] += 1
@@ -1225,7 +1225,7 @@ class World:
         if last[1] != "committed":
             raise Violation(f"after {versions} versions without a fault: {last}; {self.describe()}")
 
-    def settle(self, most_steps: int = 20_000) -> None:
+    def run_until_idle(self, most_steps: int = 20_000) -> None:
         """The trainer pauses: what the meta server shows of each engine must become what the engine is."""
         end = self.now + 3 * LIMIT_S
         for _ in range(most_steps):

@@ -1,4 +1,4 @@
-"""Members of a transfer group prove to each other, before any weight moves, that the meta server sent them.
+"""Members of a transfer group authenticate each other, before any weight moves, by a secret of the meta server's.
 
 Where a group meets is no secret on its network: whoever reaches the store can list its keys, and take a
 member's place. The group's secret is: it lies in the meta server, behind the token, and never leaves a member.
@@ -27,7 +27,7 @@ from awex_core.errors import TransferError, first_line
 from awex_core.transfer.base import Deadline
 
 SECRET_NBYTES = 32
-_NONCE_NBYTES = _PROOF_NBYTES = 32
+_NONCE_NBYTES = _MAC_NBYTES = 32
 
 
 class Link(Protocol):
@@ -45,13 +45,13 @@ def draw_secret() -> bytes:
     return secrets.token_bytes(SECRET_NBYTES)
 
 
-def prove_members(link: Link, secret: bytes, rank: int, writers: int, workers: int, deadline: Deadline) -> None:
-    """Exchange proofs with every member of the other side; ``rank`` counts writer ranks first, then workers.
+def authenticate_members(link: Link, secret: bytes, rank: int, writers: int, workers: int, deadline: Deadline) -> None:
+    """A handshake with every member of the other side; ``rank`` counts writer ranks first, then workers.
 
     Pairs take turns in an order that is one for all, so that no two members wait for each other.
 
     Raises:
-        TransferError: a peer does not know the secret, or did not prove it before the deadline; names the peer.
+        TransferError: a peer does not know the secret, or did not show it before the deadline; names the peer.
     """
     spread = max(writers, workers)
     pairs = ((w, k) for w in range(writers) for k in range(workers) if rank in (w, writers + k))
@@ -59,7 +59,7 @@ def prove_members(link: Link, secret: bytes, rank: int, writers: int, workers: i
         writing = rank == writer
         name = f"worker {worker}" if writing else f"writer rank {writer}"
         pair = _Pair(link, secret, writer, worker, writers + worker if writing else writer, name, deadline)
-        (pair.prove_as_writer if writing else pair.prove_as_worker)()
+        (pair.answer_worker if writing else pair.answer_writer)()
 
 
 class _Pair:
@@ -71,26 +71,26 @@ class _Pair:
         self._link, self._secret, self._deadline = link, secret, deadline
         self._writer, self._worker, self._peer, self._name = writer, worker, peer, name
 
-    def prove_as_writer(self) -> None:
+    def answer_worker(self) -> None:
         ours = secrets.token_bytes(_NONCE_NBYTES)
         self._send(ours)
-        answer = self._receive(_NONCE_NBYTES + _PROOF_NBYTES)
-        theirs, proof = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
-        self._check(proof, self._proof("worker", ours + theirs))
-        self._send(self._proof("writer", ours + theirs))
+        answer = self._receive(_NONCE_NBYTES + _MAC_NBYTES)
+        theirs, mac = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
+        self._check(mac, self._mac("worker", ours + theirs))
+        self._send(self._mac("writer", ours + theirs))
 
-    def prove_as_worker(self) -> None:
+    def answer_writer(self) -> None:
         theirs = self._receive(_NONCE_NBYTES)
         ours = secrets.token_bytes(_NONCE_NBYTES)
-        self._send(ours + self._proof("worker", theirs + ours))
-        self._check(self._receive(_PROOF_NBYTES), self._proof("writer", theirs + ours))
+        self._send(ours + self._mac("worker", theirs + ours))
+        self._check(self._receive(_MAC_NBYTES), self._mac("writer", theirs + ours))
 
-    def _proof(self, role: Literal["writer", "worker"], nonces: bytes) -> bytes:
+    def _mac(self, role: Literal["writer", "worker"], nonces: bytes) -> bytes:
         said = b"awex transfer group " + role.encode() + struct.pack("<QQ", self._writer, self._worker) + nonces
         return hmac.new(self._secret, said, hashlib.sha256).digest()
 
-    def _check(self, proof: bytes, expected: bytes) -> None:
-        if not hmac.compare_digest(proof, expected):
+    def _check(self, mac: bytes, expected: bytes) -> None:
+        if not hmac.compare_digest(mac, expected):
             raise TransferError(
                 f"{self._name} does not know the secret of the transfer group, so it is not who the meta server "
                 "told us of; no weight was moved. Look for a stranger on this network"
