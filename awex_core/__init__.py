@@ -12,6 +12,7 @@ the trainer's shard into the engine's live parameter.
     verify      what was sent is what is there, however it is sharded, and is numbers
     checkpoint  what a Hugging Face checkpoint says about itself, and its weights into memory
     meta        WHO is there: the meta server, its store and its client
+    protocol    what each member decides: what it knows and the job's view in, what it does next out; pure
     settings    arguments, flags and environment variables
     sync        the actors: WeightWriter of a trainer's rank, WeightReader of an engine's worker, EngineController
                 of an engine; sessions between them; what else they need: shadow, snapshot, lender, ownership

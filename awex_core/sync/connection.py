@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from awex_core.plan import check_precision
-from awex_core.sync.attempt import Update
+from awex_core.protocol.receiving import Update
+from awex_core.protocol.sessions import SessionKey, sources_of
 from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import TracedModel, WorkerModel
-from awex_core.sync.exchange import SessionKey, sources_of
 from awex_core.sync.membership import Membership
 from awex_core.sync.preparation import Preparation
 from awex_core.sync.session import Members, ReaderSession
@@ -30,7 +30,7 @@ class Connection:
         if self.session is None or self.session.key != key:
             self.close()
             members = self._members(key, update, deadline)
-            if update.copy:
+            if update.catch_up:
                 check_precision(members.sources, traced.layout)
             worker, device = self._member.info, self._model.device
             self.session = ReaderSession.open(members, worker, traced, device, self._context, deadline)
@@ -39,7 +39,7 @@ class Connection:
     def _key(self, update: Update) -> SessionKey:
         sync, engine = update.sync, self._member.info.engine
         generation = sync.engines[engine].generation
-        return SessionKey(sync.version.epoch, engine, generation, update.copy, sources_of(update.writers))
+        return SessionKey(sync.version.epoch, engine, generation, update.catch_up, sources_of(update.writers))
 
     def _members(self, key: SessionKey, update: Update, deadline: Deadline) -> Members:
         # Whether a transfer group forms depends on all workers, so all must have traced.

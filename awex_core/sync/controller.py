@@ -37,11 +37,11 @@ from awex_core import stacks
 from awex_core.errors import AwexError, Fenced, Interrupted, MetaServerError, SyncTimeout, TransferError
 from awex_core.meta.client import LeaseKeeper, MetaClient
 from awex_core.meta.messages import EngineState, EngineView, JobView, SyncView, WeightsState
+from awex_core.protocol.sessions import refusals
 from awex_core.settings.config import SyncConfig
 from awex_core.settings.options import EngineOptions
 from awex_core.sync.engine import EngineHost
 from awex_core.sync.process import this_process
-from awex_core.sync.session import refusals
 from awex_core.version import INITIAL, Version
 
 logger = logging.getLogger(__name__)

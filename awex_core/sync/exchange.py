@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 
 from awex_core.errors import TransferError
-from awex_core.layout.layout import content_hash
 from awex_core.meta.client import MetaClient
-from awex_core.meta.messages import WorkerInfo, WriterInfo
+from awex_core.meta.messages import WorkerInfo
+from awex_core.protocol.sessions import SessionKey, is_over
 from awex_core.transfer.base import Deadline
 from awex_core.transfer.transport import read_value
 
@@ -32,30 +31,6 @@ class Accept(msgspec.Struct, frozen=True):
     """Tensors that come with every update, partial ones too."""
 
 
-@dataclass(frozen=True)
-class SessionKey:
-    """Names a session, and every value its two ends leave for each other."""
-
-    epoch: int
-    engine: str
-    generation: int
-    copy: str = ""
-    """Which copy it belongs to, when the other end is not the trainer."""
-    sources: str = ""
-    """Which memory the writers publish from (``sources_of``): where they have moved to, it takes another session."""
-
-    def path(self, *parts: object) -> str:
-        """A key of the meta server's small values."""
-        particular = [each for each in (self.copy, self.sources) if each]
-        whose = (self.epoch, self.engine, self.generation, *particular)
-        return "/".join(map(str, (parts[0], *whose, *parts[1:])))
-
-
-def sources_of(writers: Sequence[WriterInfo]) -> str:
-    """What tells the memory that some writers publish from, all together, from any that they used before."""
-    return content_hash("\n".join(f"{w.layout} {sorted(w.endpoints.items())} {w.moved}" for w in writers).encode())
-
-
 def wait_for_value(client: MetaClient, session: SessionKey, key: str, what: str, deadline: Deadline) -> bytes:
     """A small value that another member of a session leaves.
 
@@ -72,10 +47,7 @@ def wait_for_value(client: MetaClient, session: SessionKey, key: str, what: str,
 
 def check_going_on(client: MetaClient, session: SessionKey, what: str) -> None:
     """Raise ``TransferError`` if a session is over: its engine failed the version, or another trainer has come."""
-    view = client.watch()
-    engine = view.engines.get(session.engine)
-    other_epoch = view.epoch != session.epoch and not session.copy
-    if other_epoch or engine is None or engine.generation != session.generation:
+    if is_over(session, client.watch()):
         raise TransferError(f"engine {session.engine}: the version ended while waiting for {what}")
 
 

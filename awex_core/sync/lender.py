@@ -12,14 +12,15 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from awex_core.errors import AwexError, TransferError
+from awex_core.errors import AwexError
 from awex_core.layout.live import Memory
 from awex_core.meta.messages import CatchUpView, JobView, Resend, SyncView, WorkerInfo, WriterInfo
 from awex_core.plan import SourceIndex, index_sources
+from awex_core.protocol.lending import catch_up_of, next_resend, ready_to_take
+from awex_core.protocol.sessions import SessionKey, catch_up_key, sources_of
 from awex_core.sync.context import SyncContext
-from awex_core.sync.exchange import SessionKey, sources_of
 from awex_core.sync.serving import DigestPrograms, serve
-from awex_core.sync.session import Members, WriterSession, has_traced
+from awex_core.sync.session import Members, WriterSession
 from awex_core.transfer.base import Deadline
 from awex_core.transfer.registry import Exports
 from awex_core.verify.lanes import pack_lanes
@@ -84,10 +85,7 @@ class Lender:
             self._session.abort()
 
     def _copy(self, view: JobView) -> CatchUpView:
-        copy = view.catch_ups.get(self._target)
-        if copy is None or copy.source != self._worker.engine or copy.sync.state == "done":
-            raise TransferError(f"engine {self._target} no longer takes weights from engine {self._worker.engine}")
-        return copy
+        return catch_up_of(view, self._worker.engine, self._target)
 
     def _serve(self, copy: CatchUpView) -> None:
         deadline = Deadline.after(copy.sync.remaining_s)
@@ -139,14 +137,8 @@ class Lender:
         """Until all lenders are there and the target has traced."""
 
         def ready(view: JobView) -> tuple[JobView, CatchUpView] | None:
-            copy = self._copy(view)
-            if copy.number != number:
-                raise TransferError(f"engine {self._target} takes another copy by now")
-            target = view.engines.get(self._target)
-            if copy.sync.state != "open" or target is None or not target.workers:
-                return None
-            traced = has_traced(self._worker.manifest, target, target.workers[0].world)
-            return (view, copy) if traced else None
+            copy = ready_to_take(view, self._worker.engine, self._target, number, self._worker.manifest)
+            return (view, copy) if copy is not None else None
 
         what = f"engine {self._target} to trace its model"
         return self._client.wait_for(ready, timeout_s=deadline.remaining(what), what=what)
@@ -160,16 +152,10 @@ class Lender:
 
     def _next_resend(self, number: int, served: int, deadline: Deadline) -> Resend | None:
         """What the engine wants once more, after ``served`` such requests; None when the copy is over."""
-
-        def wanted(view: JobView) -> tuple[Resend | None] | None:
-            copy = view.catch_ups.get(self._target)
-            if copy is None or copy.number != number or copy.sync.state == "done":
-                return (None,)
-            following = copy.sync.engines[self._target].resends[served:]
-            return (following[0],) if following else None
-
         what = f"engine {self._target} to take the weights"
-        return self._client.wait_for(wanted, timeout_s=deadline.remaining(what), what=what)[0]
+        return self._client.wait_for(
+            lambda view: next_resend(view, self._target, number, served), timeout_s=deadline.remaining(what), what=what
+        )[0]
 
     def _report(self, copy: CatchUpView, reason: str) -> None:
         try:
@@ -178,8 +164,3 @@ class Lender:
             )
         except AwexError as error:
             logger.error("awex: the meta server could not be told: %s", error)
-
-
-def catch_up_key(copy: CatchUpView) -> str:
-    """What tells a copy's values on the meta server from those of versions and other copies."""
-    return f"{copy.source}#{copy.number}"

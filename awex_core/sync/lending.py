@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from awex_core.errors import TransferError
+from awex_core.protocol.lending import check_can_lend
 from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import WorkerModel
 from awex_core.sync.lender import Lender
@@ -47,12 +47,15 @@ class Lending:
 
     def _check_free(self) -> None:
         info, ownership = self._member.info, self._verification.ownership
-        if self._thread is not None and self._thread.is_alive():
-            raise TransferError(f"worker {info.rank} of engine {info.engine} still lends to another engine")
         traced = self._verification.ready.traced
-        if traced is None or traced.temporary or ownership.state != "held":
-            reason = f": {ownership.reason}" if ownership.reason else ""
-            raise TransferError(f"worker {info.rank} of engine {info.engine} has nothing to lend{reason}")
+        check_can_lend(
+            f"worker {info.rank} of engine {info.engine}",
+            lends=self._thread is not None and self._thread.is_alive(),
+            traced=traced is not None,
+            whole=traced is None or not traced.temporary,
+            weights=ownership.state,
+            reason=ownership.reason,
+        )
 
     def let_go(self) -> None:
         """The weights are about to change: whoever still pulls them is to know."""

@@ -13,18 +13,16 @@ the second they are again what they were if every byte of the live memory is, wh
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from awex_core.errors import TransferError
 from awex_core.layout.layout import Buffer, CanonicalTensor, Layout, Shard, build_layout
 from awex_core.layout.live import Memory
 from awex_core.meta.messages import WeightsState
+from awex_core.protocol.owning import Condition, after_call
 from awex_core.sync.engine import WorkerModel
 from awex_core.verify.lanes import digest_program, held_plan, pack_lanes
-
-ORDER: tuple[WeightsState, ...] = ("lost", "foreign", "released", "held")
-"""The worst first."""
 
 _READERS_S = 5.0
 """How long a call of the engine's own waits for threads that read the weights."""
@@ -40,7 +38,7 @@ class Ownership:
         self.reason = ""
         self.stale = False
         """Whether what was traced may lie elsewhere by now; until somebody has looked again and says so."""
-        self._before: tuple[WeightsState, str] = ("held", "")
+        self._before = Condition()
         self._mark: _Mark | None = None
         self._reading = threading.Lock()
 
@@ -51,13 +49,13 @@ class Ownership:
             TransferError: a thread of ours still reads them; the call must not be made.
         """
         if self.state != "released":  # what is not there is as it was when it went
-            self._before = self.state, self.reason
+            self._before = Condition(self.state, self.reason)
             self._mark = fingerprint(self._model.live())
-            self._set("foreign", f"{call} is under way")
+            self._set(Condition("foreign", f"{call} is under way"))
         try:
             self.quiet(call)
         except TransferError:
-            self._set(*self._before)
+            self._set(self._before)
             raise
 
     def quiet(self, call: str) -> None:
@@ -79,23 +77,24 @@ class Ownership:
             lost: why what is there cannot be a model's, if it is seen not to be what was there before;
             sure: or is that whatever can be seen.
         """
-        if released:
-            self._set("released", call)
-        elif self._mark is None and not sure:
-            self.distrust(f"{call} may have changed the weights, of which some are out of sight")
-        elif self._mark == fingerprint(self._model.live()):
-            self._set(*self._before)
-        else:
-            self.distrust(lost or f"{call} has changed the weights", lost=bool(lost))
+        now = after_call(
+            call,
+            self._before,
+            released=released,
+            known=self._mark is not None,
+            unchanged=not released and self._mark == fingerprint(self._model.live()),
+            lost=lost,
+            sure=sure,
+        )
+        self._set(now)
 
-    def distrust(self, reason: str, *, lost: bool = False) -> None:
+    def distrust(self, reason: str) -> None:
         """The weights are not what was committed."""
-        self.stale = True
-        self._set("lost" if lost else "foreign", reason, void=True)
+        self._set(Condition("foreign", reason, void=True))
 
     def received(self) -> None:
         """A whole version has arrived, and is what is there now."""
-        self._set("held", "")
+        self._set(Condition())
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -109,16 +108,11 @@ class Ownership:
                 raise TransferError(self.reason)
             yield
 
-    def _set(self, state: WeightsState, reason: str, void: bool = False) -> None:
-        if (state, reason) != (self.state, self.reason):
-            self.state, self.reason = state, reason
-            self._tell(state, reason, void)
-
-
-def worst(found: Mapping[WeightsState, str]) -> tuple[WeightsState, str]:
-    """What an engine's weights are, by those of its workers, each with its reason."""
-    state: WeightsState = next((state for state in ORDER if state in found), "held")
-    return state, found.get(state, "")
+    def _set(self, now: Condition) -> None:
+        self.stale |= now.void
+        if (now.state, now.reason) != (self.state, self.reason):
+            self.state, self.reason = now.state, now.reason
+            self._tell(now.state, now.reason, now.void)
 
 
 _Mark = tuple[tuple[int, ...], bytes]

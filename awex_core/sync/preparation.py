@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from awex_core.errors import ConfigError, PlanError, SyncTimeout, list_faults
 from awex_core.meta.messages import EngineView, JobView, WriterInfo
 from awex_core.plan import CopyProgram, SourceIndex, index_sources
+from awex_core.protocol.receiving import lacking_shadow
+from awex_core.protocol.sessions import has_traced, refusals
 from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import TracedModel, WorkerModel
 from awex_core.sync.membership import Membership
 from awex_core.sync.ownership import Ownership
-from awex_core.sync.session import check_complete, has_traced, refusals
+from awex_core.sync.session import check_complete
 from awex_core.sync.shadow import Shadow
 from awex_core.verify.lanes import held_plan
 
@@ -125,7 +127,7 @@ class Preparation:
 
     def agree_on_shadow(self, engine: EngineView) -> None:
         """Receive in place if any worker has to: one that waits for the pause may hold up all the others."""
-        lacking = [worker.rank for worker in engine.workers if not worker.shadow]
+        lacking = lacking_shadow(engine)
         if self.shadow is not None and lacking:
             rank = self._member.info.rank
             logger.warning("awex: worker %d: versions are received in place, as by workers %s", rank, lacking)

@@ -7,9 +7,10 @@ import threading
 
 from awex_core import stacks
 from awex_core.errors import AwexError, SyncTimeout, TransferError
-from awex_core.meta.messages import JobView, SyncView, WeightsState, WorkerInfo
+from awex_core.meta.messages import JobView, WeightsState, WorkerInfo
+from awex_core.protocol.receiving import Update, admitted, check_asked_for, outcome_of, patterns_to_pull
 from awex_core.settings.config import SyncConfig
-from awex_core.sync.attempt import Attempt, Update, find_update
+from awex_core.sync.attempt import Attempt
 from awex_core.sync.connection import Connection
 from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import WorkerModel
@@ -159,9 +160,11 @@ class WeightReader:
             sync = update.sync
             # A little before the meta server's own: what it then tells everyone is who was waited for, and how far.
             limit_s = sync.remaining_s - min(_HEADSTART_S, 0.1 * sync.remaining_s)
-            self._attempt = attempt = Attempt(sync.version, update.copy, Deadline.after(limit_s))
+            self._attempt = attempt = Attempt(sync.version, update.catch_up, Deadline.after(limit_s))
             self._end_prefetch()
-            attempt.only = self._changed(sync)
+            attempt.only = patterns_to_pull(
+                sync, self.engine, self.version, self.ownership.state, self.ownership.reason
+            )
             traced = self._ready.trace(update.writers[0].manifest)
             session = self._connection.ensure(update, traced, attempt.deadline)
             session.select(attempt.only)  # now, while requests run
@@ -222,8 +225,7 @@ class WeightReader:
         attempt = self._attempt
         if attempt is None:
             return
-        if version is not None and attempt.version != version:
-            raise TransferError(f"version {version} is not received: this worker is connected for {attempt.version}")
+        check_asked_for(version, attempt.version)
         try:
             self._end_prefetch()
             if attempt.failure:
@@ -238,37 +240,10 @@ class WeightReader:
 
     def _wait_for_update(self, version: Version | None, deadline: Deadline) -> Update:
         def mine(view: JobView) -> Update | None:
-            update = find_update(view, self.engine)
-            sync = update.sync if update is not None else None
-            if update is None or sync is None or sync.state == "gathering" or self.engine not in sync.engines:
-                return None
-            if version is not None and sync.version != version:
-                if sync.version > version:
-                    raise TransferError(f"version {version} was replaced by {sync.version} before it was received")
-                return None
-            # What this worker holds of a version that its engine did not commit counts for nothing.
-            wanted = self.controlled or sync.version > self.version
-            if sync.state == "done" and wanted:
-                raise TransferError(f"version {sync.version} ended: {sync.engines[self.engine].reason}")
-            return update if sync.state == "open" and wanted else None
+            return admitted(view, self.engine, version, served=self.version, controlled=self.controlled)
 
         what = f"version {version}" if version else f"a version newer than {self.version}"
         return self._client.wait_for(mine, timeout_s=deadline.remaining(what), what=what)
-
-    def _changed(self, sync: SyncView) -> list[str]:
-        """Patterns of the tensors to pull; none means all.
-
-        Raises:
-            TransferError: a partial update builds on another version than this worker holds. The next one is full.
-        """
-        if not sync.engines[self.engine].partial:
-            return []
-        if self.version != sync.base or self.ownership.state not in ("held", "released"):
-            holds = self.ownership.reason or self.version
-            raise TransferError(
-                f"version {sync.version} is a partial update of {sync.base}, but this worker holds {holds}"
-            )
-        return sync.only
 
     def finish(self) -> None:
         """After ``receive``: let the engine finish its post-load steps, then report to the meta server.
@@ -313,12 +288,7 @@ class WeightReader:
 
     def _wait_for_outcome(self, version: Version) -> None:
         def decided(view: JobView) -> str | None:
-            syncs = [sync for sync in (view.sync, view.last) if sync is not None and sync.version == version]
-            if not syncs:
-                return "failed"
-            (sync,) = syncs
-            outcome = sync.engines[self.engine].outcome
-            return outcome if outcome in ("committed", "failed") else None
+            return outcome_of(view, self.engine, version)
 
         what = f"the other workers of engine {self.engine} to finish version {version}"
         if self._client.wait_for(decided, timeout_s=self.config.sync_timeout_s, what=what) != "committed":

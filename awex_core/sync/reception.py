@@ -10,7 +10,8 @@ import torch
 from awex_core.checkpoint.from_disk import load_checkpoint
 from awex_core.errors import ConfigError, TransferError
 from awex_core.layout.live import Memory
-from awex_core.sync.attempt import Attempt, going_on
+from awex_core.protocol.receiving import going_on
+from awex_core.sync.attempt import Attempt
 from awex_core.sync.connection import Connection
 from awex_core.sync.engine import TracedModel, WorkerModel
 from awex_core.sync.lending import Lending
@@ -43,7 +44,7 @@ class Reception:
         if session is None or traced is None:
             raise TransferError(f"version {attempt.version} was not connected; call connect first")
         view = self._member.client.watch()
-        sync = going_on(view, self._member.info.engine, attempt.version, attempt.copy, "received")
+        sync = going_on(view, self._member.info.engine, attempt.version, attempt.catch_up, "received")
         session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
         begun = time.perf_counter()
         memory = shadow.memory if shadow is not None else self._begin()

@@ -21,9 +21,10 @@ from awex_core.errors import MetaServerError, SyncTimeout
 from awex_core.layout.live import Memory
 from awex_core.meta.messages import EngineSync, EngineView, JobView, Resend, SyncView
 from awex_core.plan import CopyProgram, SourceIndex, index_sources
+from awex_core.protocol.publishing import engine_to_serve
+from awex_core.protocol.sessions import SessionKey, sources_of
 from awex_core.sync.context import LayoutCache, SyncContext
-from awex_core.sync.exchange import SessionKey, sources_of
-from awex_core.sync.session import Members, WriterSession, has_traced
+from awex_core.sync.session import Members, WriterSession
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.verify.lanes import Lanes, digest_plan, pack_lanes, partial_digest
 from awex_core.version import Version
@@ -150,18 +151,10 @@ class Server:
         return session
 
     def _wait_for_workers(self, engine: str, version: Version, deadline: Deadline) -> EngineView | None:
-        def ready(view: JobView) -> tuple[EngineView | None] | None:
-            sync = view.sync
-            part = sync.engines.get(engine) if sync is not None and sync.version == version else None
-            if part is None or part.outcome in ("failed", "committed"):
-                return (None,)
-            found = view.engines.get(engine)
-            manifest = view.writers[0].manifest if view.writers else ""
-            ready = found is not None and found.workers and has_traced(manifest, found, found.workers[0].world)
-            return (found,) if ready else None
-
         what = f"engine {engine} to trace its model"
-        return self.client.wait_for(ready, timeout_s=deadline.remaining(what), what=what)[0]
+        return self.client.wait_for(
+            lambda view: engine_to_serve(view, engine, version), timeout_s=deadline.remaining(what), what=what
+        )[0]
 
     def abort(self, engine: str) -> None:
         """End the transfer to an engine that has failed, from another thread than the one that sends."""

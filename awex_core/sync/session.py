@@ -21,7 +21,7 @@ import torch
 from awex_core.errors import ConfigError, PlanError, TransferError
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
-from awex_core.meta.messages import EngineView, Resend, WorkerInfo, WriterInfo
+from awex_core.meta.messages import Resend, WorkerInfo, WriterInfo
 from awex_core.plan import (
     CopyProgram,
     CopyTable,
@@ -33,28 +33,16 @@ from awex_core.plan import (
     take_tensors,
     unused_tensors,
 )
+from awex_core.protocol.sessions import SessionKey
 from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import TracedModel
-from awex_core.sync.exchange import Accept, SessionExchange, SessionKey, read_accept
+from awex_core.sync.exchange import Accept, SessionExchange, read_accept
 from awex_core.sync.pairing import choose_transport, distance
 from awex_core.transfer.base import Deadline, Programs, Progress, Receiver, Sender
 from awex_core.transfer.registry import installed, transports
 from awex_core.transfer.settings import AUTO
 from awex_core.transfer.transport import End, Transport
 from awex_core.verify.lanes import in_lanes
-
-
-def has_traced(manifest: str, engine: EngineView, world: int) -> bool:
-    """Whether all ``world`` workers of an engine have traced for a model; never for none (an empty name)."""
-    if not manifest or len(engine.workers) != world:
-        return False
-    return all(worker.layout and worker.manifest == manifest for worker in engine.workers)
-
-
-def refusals(manifest: str, engine: EngineView) -> list[str]:
-    """Why workers of an engine cannot receive a model."""
-    said = [worker.reason for worker in engine.workers if worker.reason and worker.manifest == manifest]
-    return list(dict.fromkeys(said))  # workers mostly refuse for the same reason; say it once
 
 
 def plan_for_worker(

@@ -14,7 +14,8 @@ from awex_core.errors import SyncTimeout, TransferError, VerifyError, list_fault
 from awex_core.layout.live import Memory
 from awex_core.meta.messages import JobView, SyncView
 from awex_core.modes import VerifyMode
-from awex_core.sync.attempt import Attempt, Verified, going_on
+from awex_core.protocol.receiving import Verdict, complete_digest, going_on, judge
+from awex_core.sync.attempt import Attempt, Verified
 from awex_core.sync.engine import TracedModel, WorkerModel
 from awex_core.sync.membership import Membership
 from awex_core.sync.ownership import Ownership
@@ -61,11 +62,11 @@ class Verification:
         only = verified_tensors(traced.layout, mode, sync.version.number)
         expected = empty_lanes() if mode == "off" else self._expected(sync, attempt, session.writers)
         wrong = self._differing(attempt, traced, memory, expected, only)
-        suspects = wrong | lanes_of(itertools.chain(*(damage.tensors for damage in damaged)), len(tensors))
-        if suspects:
-            self._receive_again(attempt, traced, session, memory, sorted(suspects))
+        suspect = lanes_of(itertools.chain(*(damage.tensors for damage in damaged)), len(tensors))
+        if judge(wrong, suspect, again=False) is Verdict.AGAIN:
+            self._receive_again(attempt, traced, session, memory, sorted(wrong | suspect))
             wrong = self._differing(attempt, traced, memory, expected, only)
-        if wrong:
+        if judge(wrong, (), again=True) is Verdict.DIFFERS:
             names = names_in_lanes(wrong, tensors, only)
             summary = (
                 f"the digest of version {sync.version} differs from the trainer's, also after "
@@ -157,14 +158,12 @@ class Verification:
         info, missing = self.member.info, list(range(writers))
 
         def whole(sync: SyncView) -> Lanes | None:
-            digest = sync.digests.get(info.layout)
-            if digest is None:
-                return None
-            missing[:] = digest.missing
-            return unpack_lanes(digest.sum) if not missing else None
+            digest, silent = complete_digest(sync, info.layout)
+            missing[:] = silent or missing
+            return unpack_lanes(digest.sum) if digest is not None else None
 
         def complete(view: JobView) -> Lanes | None:
-            return whole(going_on(view, info.engine, attempt.version, attempt.copy, "verified"))
+            return whole(going_on(view, info.engine, attempt.version, attempt.catch_up, "verified"))
 
         if (known := whole(seen)) is not None:
             return known

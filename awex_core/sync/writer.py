@@ -27,6 +27,7 @@ from awex_core.meta.client import LeaseKeeper
 from awex_core.meta.messages import JobView, JoinReply, Process, SyncView, WriterInfo
 from awex_core.modes import VerifyMode, mode_of_version
 from awex_core.plan import check_patterns
+from awex_core.protocol.publishing import Base, CopyStep, announced, before_copying, next_base, sync_of, writes
 from awex_core.settings.config import SyncConfig, check_choice
 from awex_core.sync.alone import Alone
 from awex_core.sync.context import SyncContext
@@ -36,7 +37,6 @@ from awex_core.sync.serving import Server
 from awex_core.sync.snapshot import Snapshot
 from awex_core.transfer.registry import Exports, tidy
 from awex_core.verify.finite import ValueCheck
-from awex_core.version import INITIAL, Version
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +55,6 @@ class _Offer:
     exports: Exports
     moved: int = 0
     stays: bool = True
-
-
-@dataclass(frozen=True)
-class _Base:
-    """What a partial update may build on: ``version``, or nothing, and ``why``."""
-
-    version: Version = INITIAL
-    why: str = ""
 
 
 class WeightWriter:
@@ -124,7 +116,7 @@ class WeightWriter:
         self._server = Server(rank, self._process.incarnation, context)
         self._values = ValueCheck(config.nonfinite, rank)
         self._pending: PendingSync | None = None
-        self._base = _Base(why="it is the first version that this trainer publishes")
+        self._base = Base(why="it is the first version that this trainer publishes")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="awex-publish")
         self._closed = False
         self._alone = Alone(self._client, config)
@@ -159,14 +151,10 @@ class WeightWriter:
 
         def formed(view: JobView) -> bool | None:
             self._leases.check(self._process.incarnation)
-            return self._writes(view) or None
+            return writes(view, self._process.incarnation) or None
 
         what = f"all {self.world} writer ranks of run {self.run} to join"
         self._client.wait_for(formed, timeout_s=self.config.sync_timeout_s, what=what)
-
-    def _writes(self, view: JobView) -> bool:
-        """Whether this rank belongs to the run whose versions a view shows."""
-        return any(writer.process.incarnation == self._process.incarnation for writer in view.writers)
 
     @overload
     def write_weights(
@@ -279,7 +267,7 @@ class WeightWriter:
             self._snapshot.take()
         self._values.before(number, self.layout, self.memory, patterns)
         mode = mode_of_version(verify, number, self.config.verify_full_every)
-        base, self._base = self._base, _Base(why=f"the call for version {number} has not ended")
+        base, self._base = self._base, Base(why=f"the call for version {number} has not ended")
         self._offer.exports.hold(number)
         try:
             self._announce(number, limit, mode, patterns, base, quorum)
@@ -291,7 +279,7 @@ class WeightWriter:
         """Serve an announced version and hold until every engine is done with it."""
         try:
             view = self._wait(number, lambda sync, _: sync.state != "gathering", limit, "the other writer ranks")
-            sync = _sync_of(view, number)
+            sync = sync_of(view, number)
             if sync.whole_because:
                 logger.warning(
                     "awex: version %s was asked for in part and is sent whole: %s", sync.version, sync.whole_because
@@ -299,8 +287,8 @@ class WeightWriter:
             if sync.state == "open":
                 with self._values.beside(sync.version, self.layout, self.memory, sync.only):
                     view = self._serve(view, sync)
-            sync = _sync_of(view, number)
-            self._base = _base_of(sync)
+            sync = sync_of(view, number)
+            self._base = next_base(sync)
             if self.rank == 0:
                 self._alone.look(view, sync)
             return self._result(sync, quorum, time.monotonic() - begun)
@@ -325,7 +313,7 @@ class WeightWriter:
     def _break_off(self, number: int, error: BaseException) -> None:
         """What the caller has changed for this version may have reached nobody: the next one builds on nothing."""
         said = f": {first_line(error)}" if str(error) else ""
-        self._base = _Base(why=f"the call for version {number} ended with {type(error).__name__}{said}")
+        self._base = Base(why=f"the call for version {number} ended with {type(error).__name__}{said}")
 
     def _let_go(self) -> None:
         """However the version ended: a reader that still pulls learns that the weights may change."""
@@ -333,15 +321,20 @@ class WeightWriter:
 
     def _free_snapshot(self) -> None:
         """Wait until no engine needs the snapshot, or end its version unread."""
-        pending = self._pending
-        if pending is None:
-            return
-        if self.config.snapshot == "replace" and not pending.done():
-            reply = self._client.supersede(self._process.incarnation, pending.number)
-            if not reply.accepted:
-                logger.info("awex: version %d is not replaced but waited for: %s", pending.number, reply.reason)
-        pending.release()
-        self._pending = None
+        policy, asked = self.config.snapshot, False
+        while (pending := self._pending) is not None:
+            step = before_copying(policy, done=pending.done(), asked=asked)
+            if step is CopyStep.REPLACE:
+                self._ask_to_replace(pending.number)
+                asked = True
+            else:
+                pending.release()
+                self._pending = None
+
+    def _ask_to_replace(self, number: int) -> None:
+        reply = self._client.supersede(self._process.incarnation, number)
+        if not reply.accepted:
+            logger.info("awex: version %d is not replaced but waited for: %s", number, reply.reason)
 
     def _follow(self, layout: Layout, live: Memory) -> None:
         """The weights have moved: engines are told so with the next version, and sessions are made anew for it."""
@@ -361,7 +354,7 @@ class WeightWriter:
         self._offer = _Offer(layout, Exports(memory), self._offer.moved + 1, stays)
 
     def _announce(
-        self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...], base: _Base, quorum: int | None
+        self, number: int, limit: float, verify: VerifyMode, only: tuple[str, ...], base: Base, quorum: int | None
     ) -> None:
         def announce() -> None:
             self._client.announce(
@@ -388,13 +381,8 @@ class WeightWriter:
     def _wait(self, number: int, ready: Callable[[SyncView, JobView], bool], limit: float, what: str) -> JobView:
         def reached(view: JobView) -> JobView | None:
             self._leases.check(self._process.incarnation)
-            if not self._writes(view):  # the numbers in it may be those of the run that took over
-                return None
-            newer = view.sync is not None and view.sync.version.number > number
-            if newer and _find_sync(view, number) is None:
-                raise SyncTimeout(f"version {number} has ended, and so has a later one, while this rank waited")
-            # It was announced, so a server that does not know it has been restarted, and cannot tell how it ends.
-            return view if ready(_sync_of(view, number), view) else None
+            sync = announced(view, self._process.incarnation, number)
+            return view if sync is not None and ready(sync, view) else None
 
         # The server ends every sync at its limit; only a server that is gone makes this wait longer.
         return self._client.wait_for(reached, timeout_s=limit + _GRACE_S, what=what)
@@ -477,25 +465,6 @@ class WeightWriter:
         except AwexError as error:
             logger.warning("leaving the job: %s", error)
         self._client.close()
-
-
-def _find_sync(view: JobView, number: int) -> SyncView | None:
-    """A version, also when another rank has gone on to the next one before this rank saw how it ended."""
-    return next((sync for sync in (view.sync, view.last) if sync is not None and sync.version.number == number), None)
-
-
-def _sync_of(view: JobView, number: int) -> SyncView:
-    sync = _find_sync(view, number)
-    if sync is None:
-        raise MetaServerError(f"the meta server no longer knows version {number}; was it restarted?")
-    return sync
-
-
-def _base_of(sync: SyncView) -> _Base:
-    """What the version after this one builds on."""
-    if any(engine.outcome == "committed" for engine in sync.engines.values()):
-        return _Base(sync.version)
-    return _Base(why=f"no engine has committed version {sync.version}")
 
 
 def _device_of(memory: Memory) -> str:

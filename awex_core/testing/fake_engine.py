@@ -17,10 +17,10 @@ from awex_core.errors import Interrupted, PlanError
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory, flat_bytes
 from awex_core.meta.messages import WeightsState
+from awex_core.protocol.owning import worst
 from awex_core.settings.config import SyncConfig
 from awex_core.sync.controller import EngineController
 from awex_core.sync.engine import TracedModel, describe_computed
-from awex_core.sync.ownership import worst
 from awex_core.sync.process import device_name
 from awex_core.sync.reader import WeightReader
 from awex_core.trace.computed import find_computed, with_tensors

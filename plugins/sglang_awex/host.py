@@ -16,9 +16,9 @@ from typing import Any
 from awex_core.engines.gate import Gate, add_status_route
 from awex_core.errors import ConfigError, SyncTimeout, TransferError
 from awex_core.meta.messages import WeightsState
+from awex_core.protocol.owning import worst
 from awex_core.settings.options import EngineOptions, KvMode
 from awex_core.sync.controller import EngineController, start_following
-from awex_core.sync.ownership import worst
 from awex_core.version import Version
 from sglang_awex import compat
 from sglang_awex.calls import ROUTES

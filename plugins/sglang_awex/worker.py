@@ -21,9 +21,9 @@ import msgspec
 
 from awex_core.engines.calls import Call
 from awex_core.meta.messages import WeightsState
+from awex_core.protocol.owning import ORDER
 from awex_core.settings.config import SyncConfig
 from awex_core.settings.options import COMMAND_KEY, EngineOptions
-from awex_core.sync.ownership import ORDER
 from awex_core.sync.process import device_name
 from awex_core.sync.reader import WeightReader
 from awex_core.version import UNKNOWN, Version

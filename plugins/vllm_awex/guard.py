@@ -20,8 +20,8 @@ from typing import Any
 from awex_core.engines.calls import Call
 from awex_core.errors import ConfigError, first_line
 from awex_core.meta.messages import WeightsState
+from awex_core.protocol.owning import worst
 from awex_core.settings.options import COMMAND_KEY
-from awex_core.sync.ownership import worst
 from awex_core.version import UNKNOWN
 from vllm_awex import compat
 from vllm_awex.calls import CORE, DESTROYS, LOSES, OFFLINE, WORKER

@@ -14,9 +14,9 @@ from typing import Any
 from awex_core.engines.gate import Gate, add_status_route
 from awex_core.errors import Interrupted
 from awex_core.meta.messages import WeightsState
+from awex_core.protocol.owning import worst
 from awex_core.settings.options import COMMAND_KEY, EngineOptions, KvMode
 from awex_core.sync.controller import start_following
-from awex_core.sync.ownership import worst
 from awex_core.version import Version
 from vllm_awex import compat
 from vllm_awex.calls import ROUTES

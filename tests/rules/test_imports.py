@@ -26,6 +26,7 @@ ARROWS = {
     "verify": {"layout", "plan", "kernels", "transfer"},
     "checkpoint": {"layout", "plan", "kernels", "transfer", "verify"},
     "meta": {"layout"},
+    "protocol": {"layout", "meta"},
     "settings": {"checkpoint", "layout", "meta", "trace", "transfer"},
     "sync": {
         "checkpoint",
@@ -33,6 +34,7 @@ ARROWS = {
         "layout",
         "meta",
         "plan",
+        "protocol",
         "settings",
         "stacks",
         "trace",
@@ -48,6 +50,7 @@ ARROWS = {
         "layout",
         "meta",
         "plan",
+        "protocol",
         "settings",
         "sync",
         "trace",

@@ -37,10 +37,8 @@ from awex_core.meta.digests import Digests
 from awex_core.meta.limits import Limits
 from awex_core.meta.store import JobStore
 from awex_core.meta.sync import Sync
-from awex_core.sync.attempt import Update, find_update, going_on
-from awex_core.sync.exchange import SessionKey, sources_of
-from awex_core.sync.lender import catch_up_key
-from awex_core.sync.session import has_traced
+from awex_core.protocol.receiving import Update, find_update, going_on
+from awex_core.protocol.sessions import SessionKey, catch_up_key, has_traced, sources_of
 from awex_core.version import INITIAL, Version
 
 LEASE_S, LIMIT_S, CONNECT_S = 10.0, 30.0, 30.0
@@ -194,7 +192,7 @@ class Process:
                 raise SyncTimeout(what)
             view = yield from self.watch()
             engine = view.engines.get(session.engine)
-            other_epoch = view.epoch != session.epoch and not session.copy
+            other_epoch = view.epoch != session.epoch and not session.catch_up
             if other_epoch or engine is None or engine.generation != session.generation:
                 raise TransferError(f"engine {session.engine}: the version ended while waiting for {what}")
 
@@ -608,7 +606,7 @@ class Call:
 @dataclass
 class Attempt:
     version: Version
-    copy: str
+    catch_up: str
     end: float
     only: bool = False
     failure: str = ""
@@ -678,7 +676,7 @@ class Worker(Process):
         self.attempt = None
         try:
             update = yield from self._wait_for_update(version, SEEN_S)
-            sync, copy = update.sync, update.copy
+            sync, copy = update.sync, update.catch_up
             part = sync.engines[self.engine.name]
             self.attempt = attempt = Attempt(sync.version, copy, self.world.now + sync.remaining_s)
             if part.partial:
@@ -747,7 +745,7 @@ class Worker(Process):
         if self.session is None:
             raise TransferError("not connected")
         view = yield from self.watch()
-        sync = going_on(view, self.engine.name, attempt.version, attempt.copy, "received")
+        sync = going_on(view, self.engine.name, attempt.version, attempt.catch_up, "received")
         yield from self._pull(attempt)
         if sync.verify != "off":
             yield from self._verify(attempt)
@@ -778,7 +776,7 @@ class Worker(Process):
 
     def _verify(self, attempt: Attempt) -> Steps[None]:
         def complete(view: m.JobView) -> bytes | None:
-            sync = going_on(view, self.engine.name, attempt.version, attempt.copy, "verified")
+            sync = going_on(view, self.engine.name, attempt.version, attempt.catch_up, "verified")
             seen = sync.digests.get("L")
             return seen.sum if seen is not None and not seen.missing else None
 
