@@ -79,7 +79,7 @@ def test_reloaded_weights_are_not_lent(config: SyncConfig, loop: Loop, make_trai
     loop.run(engine.foreign("reload_weights", reload(engine)))
     late = loop.engine("late", 1, config)
     eventually(lambda: late.readers != [] and late.readers[0]._ready.traced is not None)
-    assert trainer.writers[0]._client.watch().copies == {} and late.controller.version == INITIAL
+    assert trainer.writers[0]._client.watch().catch_ups == {} and late.controller.version == INITIAL
     assert set(trainer.write(2).committed) == {"e", "late"} and holds(late, trainer.weights)
 
 
@@ -95,7 +95,7 @@ def test_weights_that_changed_without_a_word_are_not_lent_either(
     late = loop.engine("late", 1, config)
 
     def why_not_lent() -> str:
-        copy = trainer.writers[0]._client.watch().copies.get("late")
+        copy = trainer.writers[0]._client.watch().catch_ups.get("late")
         return copy.sync.reason if copy is not None else ""
 
     eventually(lambda: "its weights are not those that were committed" in why_not_lent())
