@@ -45,7 +45,7 @@ def _trainer(peer: Peer) -> tuple[Times, int]:
         collector.add(name, tensor.shape, (0,) * tensor.dim(), tensor)
     layout, memory = collector.build()
     config = SyncConfig(address, token, sync_timeout_s=LIMIT_S)
-    writer = WeightWriter(layout, memory, rank=0, world=1, run="bench", manifest=layout.tensors, config=config)
+    writer = WeightWriter.join(layout, memory, rank=0, world=1, run="bench", manifest=layout.tensors, config=config)
     writer.wait_for_engines(1, timeout_s=LIMIT_S)
     for number in (1, 2):  # plans, connects, and touches the copy's memory
         writer.write_weights(number, blocking=False).result()

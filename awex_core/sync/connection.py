@@ -7,7 +7,7 @@ from awex_core.protocol.receiving import Update
 from awex_core.protocol.sessions import SessionKey, sources_of
 from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import TracedModel, WorkerModel
-from awex_core.sync.membership import Membership
+from awex_core.sync.membership import WorkerMembership
 from awex_core.sync.preparation import Preparation
 from awex_core.sync.session import Members, ReaderSession
 from awex_core.transfer.base import Deadline
@@ -16,7 +16,7 @@ from awex_core.transfer.base import Deadline
 class Connection:
     """The session, if there is one."""
 
-    def __init__(self, model: WorkerModel, member: Membership, ready: Preparation, context: SyncContext) -> None:
+    def __init__(self, model: WorkerModel, member: WorkerMembership, ready: Preparation, context: SyncContext) -> None:
         self._model, self._member, self._ready, self._context = model, member, ready, context
         self.session: ReaderSession | None = None
 

@@ -8,7 +8,7 @@ from awex_core.protocol.lending import check_can_lend
 from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import WorkerModel
 from awex_core.sync.lender import Lender
-from awex_core.sync.membership import Membership
+from awex_core.sync.membership import WorkerMembership
 from awex_core.sync.verification import Verification
 from awex_core.version import Version
 
@@ -20,7 +20,7 @@ class Lending:
     """What is lent now, if anything is."""
 
     def __init__(
-        self, model: WorkerModel, member: Membership, verification: Verification, context: SyncContext
+        self, model: WorkerModel, member: WorkerMembership, verification: Verification, context: SyncContext
     ) -> None:
         self._model, self._member, self._verification, self._context = model, member, verification, context
         self._lender: Lender | None = None

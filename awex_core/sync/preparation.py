@@ -14,7 +14,7 @@ from awex_core.protocol.receiving import lacking_shadow
 from awex_core.protocol.sessions import has_traced, refusals
 from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import TracedModel, WorkerModel
-from awex_core.sync.membership import Membership
+from awex_core.sync.membership import WorkerMembership
 from awex_core.sync.ownership import Ownership
 from awex_core.sync.session import check_complete
 from awex_core.sync.shadow import Shadow
@@ -34,7 +34,7 @@ class Preparation:
     def __init__(
         self,
         model: WorkerModel,
-        member: Membership,
+        member: WorkerMembership,
         ownership: Ownership,
         context: SyncContext,
         on_change: Callable[[], None],

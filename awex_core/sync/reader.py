@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 from awex_core import stacks
 from awex_core.errors import AwexError, SyncTimeout, TransferError
@@ -15,8 +14,9 @@ from awex_core.sync.connection import Connection
 from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import WorkerModel
 from awex_core.sync.lending import Lending
-from awex_core.sync.membership import Membership
+from awex_core.sync.membership import WorkerMembership
 from awex_core.sync.ownership import Ownership
+from awex_core.sync.prefetching import Prefetching
 from awex_core.sync.preparation import Preparation
 from awex_core.sync.process import this_process
 from awex_core.sync.reception import Reception
@@ -34,14 +34,11 @@ _SEEN_S = 5.0
 _HEADSTART_S = 1.0
 """How much earlier than a version's limit a worker gives up, at most."""
 
-_ABANDONED_S = 5.0
-"""How long a version waits for the thread that still receives one before it, which has failed."""
-
 
 class WeightReader:
     """One worker of one engine: traces, pulls its own pieces, verifies them, reports. Made by ``join``."""
 
-    def __init__(self, model: WorkerModel, member: Membership, context: SyncContext) -> None:
+    def __init__(self, model: WorkerModel, member: WorkerMembership, context: SyncContext) -> None:
         self.model, self.config, self.version = model, context.config, INITIAL
         info = member.info
         self.engine, self.rank, self.controlled = info.engine, info.rank, info.controlled
@@ -53,7 +50,7 @@ class WeightReader:
         self._lending = Lending(model, member, verification, context)
         self._reception = Reception(model, member, self._connection, verification, self._lending)
         self._attempt: Attempt | None = None
-        self._prefetching: threading.Thread | None = None
+        self._prefetching = Prefetching(self._prefetch)
 
     @classmethod
     def join(
@@ -86,7 +83,7 @@ class WeightReader:
         context = SyncContext.of(config)
         process = this_process(config, device)
         info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)
-        member = Membership(context.client, info)
+        member = WorkerMembership(context.client, info)
         member.join()
         return cls(model, member, context)
 
@@ -161,7 +158,7 @@ class WeightReader:
             # A little before the meta server's own: what it then tells everyone is who was waited for, and how far.
             limit_s = sync.remaining_s - min(_HEADSTART_S, 0.1 * sync.remaining_s)
             self._attempt = attempt = Attempt(sync.version, update.catch_up, Deadline.after(limit_s))
-            self._end_prefetch()
+            self._prefetching.end()
             attempt.only = patterns_to_pull(
                 sync, self.engine, self.version, self.ownership.state, self.ownership.reason
             )
@@ -184,11 +181,8 @@ class WeightReader:
         the engine has no second buffer: then all receive in place.
         """
         attempt = self._attempt
-        if attempt is not None and not attempt.failure and self._prefetching is None:
-            self._prefetching = threading.Thread(
-                target=self._prefetch, args=(attempt,), name="awex-prefetch", daemon=True
-            )
-            self._prefetching.start()
+        if attempt is not None and not attempt.failure:
+            self._prefetching.begin(attempt)
 
     def _prefetch(self, attempt: Attempt) -> None:
         try:
@@ -199,18 +193,6 @@ class WeightReader:
             self._client.report_worker(self._member.incarnation, attempt.version, prefetched=True)
         except Exception as error:  # noqa: BLE001 - nobody would hear of it but through the meta server
             self._fail(attempt, error)
-
-    def _end_prefetch(self) -> None:
-        """Make sure that nothing writes to the second buffer any more.
-
-        Raises:
-            TransferError: a version that was given up still arrives, since a peer neither goes on nor goes away.
-        """
-        if self._prefetching is not None:
-            self._prefetching.join(_ABANDONED_S)
-            if self._prefetching.is_alive():
-                raise TransferError("a version that has failed is still being received; its peer does not answer")
-            self._prefetching = None
 
     def receive(self, version: Version | None = None) -> None:
         """After ``connect``: pull and verify what ``prefetch`` has not. Nothing may compute with the weights meanwhile.
@@ -227,7 +209,7 @@ class WeightReader:
             return
         check_asked_for(version, attempt.version)
         try:
-            self._end_prefetch()
+            self._prefetching.end()
             if attempt.failure:
                 return
             if not attempt.prefetched:
@@ -317,8 +299,7 @@ class WeightReader:
         """Leave the job."""
         if self._attempt is not None:
             self._attempt.deadline.expire()
-        if self._prefetching is not None:
-            self._prefetching.join(_ABANDONED_S)
+        self._prefetching.wait()
         self._connection.close()
         self._lending.close()
         self._member.leave()

@@ -15,7 +15,7 @@ from awex_core.sync.attempt import Attempt
 from awex_core.sync.connection import Connection
 from awex_core.sync.engine import TracedModel, WorkerModel
 from awex_core.sync.lending import Lending
-from awex_core.sync.membership import Membership
+from awex_core.sync.membership import WorkerMembership
 from awex_core.sync.verification import Verification
 
 
@@ -25,7 +25,7 @@ class Reception:
     def __init__(
         self,
         model: WorkerModel,
-        member: Membership,
+        member: WorkerMembership,
         connection: Connection,
         verification: Verification,
         lending: Lending,

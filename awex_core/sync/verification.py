@@ -17,7 +17,7 @@ from awex_core.modes import VerifyMode
 from awex_core.protocol.receiving import Verdict, complete_digest, going_on, judge
 from awex_core.sync.attempt import Attempt, Verified
 from awex_core.sync.engine import TracedModel, WorkerModel
-from awex_core.sync.membership import Membership
+from awex_core.sync.membership import WorkerMembership
 from awex_core.sync.ownership import Ownership
 from awex_core.sync.preparation import Preparation
 from awex_core.sync.session import ReaderSession
@@ -43,7 +43,7 @@ class Verification:
     """One worker's."""
 
     model: WorkerModel
-    member: Membership
+    member: WorkerMembership
     ready: Preparation
     ownership: Ownership
     committed: Verified | None = None

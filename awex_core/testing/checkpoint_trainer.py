@@ -117,7 +117,7 @@ class _Rank:
         manifest = [tensor for tensor in self._slice.manifest if tensor.name not in omit]
         layout, memory = self._slice.describe(manifest)
         rank, world = self._slice.rank, self._slice.world
-        self._writer = WeightWriter(
+        self._writer = WeightWriter.join(
             layout, memory, rank=rank, world=world, run=run, manifest=manifest, config=self._config
         )
         return run

@@ -130,7 +130,7 @@ def connect(
     if exact:
         checkpoint.check(manifest)
     rank, world = rank_and_world()
-    writer = WeightWriter(
+    writer = WeightWriter.join(
         mine.layout,
         mine.memory,
         rank=rank,

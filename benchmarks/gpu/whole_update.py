@@ -112,7 +112,9 @@ def _writer(shape: ModelShape, weights: dict[str, torch.Tensor], config: SyncCon
     for name, tensor in weights.items():
         collector.add(name, tensor.shape, [0] * tensor.dim(), tensor)
     layout, memory = collector.build()
-    return WeightWriter(layout, memory, rank=0, world=1, run="whole", manifest=canonical_tensors(shape), config=config)
+    return WeightWriter.join(
+        layout, memory, rank=0, world=1, run="whole", manifest=canonical_tensors(shape), config=config
+    )
 
 
 def _publish(server: Any, writer: WeightWriter, weights: dict[str, torch.Tensor], receive: str) -> dict[str, Any]:

@@ -141,9 +141,9 @@ def test_a_copy_is_taken_from_where_the_weights_are(
         trainer.train(100 + number)
         assert [version.result().committed for version in pending] == [("e",)] * 2
         assert holds(engine, published)
-        known = [writer._offer for writer in trainer.writers]
+        known = [writer._weights.offer for writer in trainer.writers]
         move(trainer, 0)
-    assert [writer._offer for writer in trainer.writers] == known, "nothing that engines read has moved"
+    assert [writer._weights.offer for writer in trainer.writers] == known, "nothing that engines read has moved"
 
 
 def test_they_may_move_while_engines_read_the_copy(

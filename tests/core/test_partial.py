@@ -148,10 +148,14 @@ def test_after_an_error_on_the_way_to_the_announcement(
     def fail(*_: Any, **__: Any) -> None:
         raise LayoutError("moved")
 
-    where = {"finalizing": "_finalize", "copying": "_free_snapshot", "before it is announced": "_announce"}[when]
     with monkeypatch.context() as patch:
         for writer in trainer.writers:
-            patch.setattr(writer, where, fail)
+            where: dict[str, tuple[object, str]] = {
+                "finalizing": (writer._weights, "finalize"),
+                "copying": (writer, "_free_snapshot"),
+                "before it is announced": (writer._announcing, "announce"),
+            }
+            patch.setattr(*where[when], fail)
         assert all(isinstance(error, LayoutError) for error in raised(trainer.start(2, only=[GATE])))
     change(trainer, NORM)
     result = publish(trainer, 3, only=[NORM], verify="off")

@@ -319,7 +319,7 @@ def test_the_time_limit_ends_a_version_that_does_not_arrive(
 def test_a_version_does_not_begin_while_one_that_was_given_up_still_arrives(
     config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("awex_core.sync.reader._ABANDONED_S", 0.2)
+    monkeypatch.setattr("awex_core.sync.prefetching._ABANDONED_S", 0.2)
     engine = loop.engine("e", 2, config)
     trainer = make_trainer()
     trainer.write(1)
@@ -330,7 +330,8 @@ def test_a_version_does_not_begin_while_one_that_was_given_up_still_arrives(
         with pytest.raises(SyncFailed, match="a version that has failed is still being received"):
             trainer.write(3)
         check_kept(engine, old, Version(1, 1))
-    eventually(lambda: not any(reader._prefetching and reader._prefetching.is_alive() for reader in engine.readers))
+    threads = [reader._prefetching.thread for reader in engine.readers]
+    eventually(lambda: not any(thread and thread.is_alive() for thread in threads))
     assert trainer.write(4).committed == ("e",) and holds(engine, trainer.weights)
 
 
@@ -356,7 +357,7 @@ def test_letting_go_ends_a_receive_that_waits_for_its_peer(
         patch.setattr(ReaderSession, "receive", receive)
         with pytest.raises(SyncFailed, match="the wire broke"):
             trainer.write(2)
-        threads = [reader._prefetching for reader in engine.readers]
+        threads = [reader._prefetching.thread for reader in engine.readers]
         eventually(lambda: not any(thread and thread.is_alive() for thread in threads), 10)
     assert trainer.write(3).committed == ("e",) and holds(engine, trainer.weights)
 
@@ -372,7 +373,7 @@ def test_a_trainer_rank_that_dies_while_the_version_arrives_is_named(
         trainer.train(2)
         calls = trainer.start(2)
         assert receiving.arrived.wait(30)
-        trainer.writers[1]._leases.close()  # as SIGKILL would
+        trainer.writers[1]._member._leases.close()  # as SIGKILL would
         with pytest.raises(SyncFailed, match="rank 1"):
             calls[0].result(60)
         check_kept(engine, old, Version(1, 1))

@@ -123,7 +123,7 @@ class Trainer:
 
         def join(rank: int) -> WeightWriter:
             layout, memory = built[rank]
-            return WeightWriter(
+            return WeightWriter.join(
                 layout,
                 memory,
                 rank=rank,
@@ -962,7 +962,7 @@ def test_a_writer_that_dies_while_others_wait_is_named(
     trainer = make_trainer()
     waiting = trainer._pool.submit(trainer.writers[0].write_weights, 1)
     time.sleep(0.3)
-    trainer.writers[1]._leases.close()  # as SIGKILL would
+    trainer.writers[1]._member._leases.close()  # as SIGKILL would
     with pytest.raises(SyncFailed, match="rank 1"):
         waiting.result(4 * LEASE_S + 5)
 

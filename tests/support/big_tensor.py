@@ -84,7 +84,7 @@ def writer(rank: int, world: int, rows: int, cols: int, config: SyncConfig) -> d
     collector = ShardCollector()
     collector.add(NAME, (rows, cols), (rank * rows // world, 0), tensor)
     layout, memory = collector.build()
-    made = WeightWriter(layout, memory, rank=rank, world=world, run="big", manifest=layout.tensors, config=config)
+    made = WeightWriter.join(layout, memory, rank=rank, world=world, run="big", manifest=layout.tensors, config=config)
     return {"write": lambda version: growth_during(lambda: made.write_weights(version))}
 
 
