@@ -83,7 +83,7 @@ def _shm_writer(peer: Peer, size: int) -> None:
     pair = expert_pair(size * MIB, hard=True)
     memory = allocate(pair.source, seed=1)
     export = ShmExport(memory)
-    peer.tell(export.endpoint)
+    peer.send(export.endpoint)
     peer.ask()
 
 
@@ -93,5 +93,5 @@ def _shm_reader(peer: Peer, size: int) -> Held:
     memory = allocate(pair.destination)
     receiver = ShmReceiver({0: peer.ask()})
     held = _held(receiver, {0: pair.program}, memory, writing=False)
-    peer.tell("done")
+    peer.send("done")
     return held

@@ -73,7 +73,7 @@ def _timed(seconds: list[float], call: Any) -> Any:
 def _engine(peer: Peer) -> None:
     torch.set_num_threads(1)
     with MetaServer("bench") as meta:
-        peer.tell((meta.address, "bench"))
+        peer.send((meta.address, "bench"))
         config = SyncConfig(meta.address, "bench", sync_timeout_s=LIMIT_S)
         model = FakeWorkerModel(FakeModel(**SIZES, rank=0, world=1, dtype=torch.float32))
         reader = WeightReader.join(model, engine="e", rank=0, world=1, controlled=False, config=config)

@@ -148,7 +148,7 @@ def join_group(peer: Peer, *, writing: bool, deadline: Deadline) -> tuple[Group,
     """A group of the two ends, and the store that must outlive it."""
     store = host_store("127.0.0.1", 2, deadline) if writing else None
     if store is not None:
-        peer.tell(store.port)
+        peer.send(store.port)
         port = store.port
     else:
         port = peer.ask()
@@ -197,10 +197,10 @@ def _shm_writer(peer: Peer) -> Any:
     pair, deadline = expert_pair(NBYTES), Deadline.after(LIMIT_S)
     memory = allocate(pair.source, seed=1)
     export = ShmExport(memory)
-    peer.tell(export.endpoint)
+    peer.send(export.endpoint)
     ring = Ring.create(ring_slot_nbytes(pair.program, BUCKET), peer.ask())
     try:
-        peer.tell(ring.address)
+        peer.send(ring.address)
         peer.ask()  # attached
     finally:
         ring.close()
@@ -221,9 +221,9 @@ def _shm_reader(peer: Peer) -> Any:
     pair, deadline = expert_pair(NBYTES), Deadline.after(LIMIT_S)
     memory = allocate(pair.destination)
     endpoint = peer.ask()
-    peer.tell(os.getpid())
+    peer.send(os.getpid())
     staged = StagedEnd({0: attach_ring(peer.ask())}, writing=False)
-    peer.tell("attached")
+    peer.send("attached")
     pull, programs = ShmReceiver({0: endpoint}), {0: pair.program}
     source = torch.ones(pair.nbytes, dtype=torch.uint8)
     target = torch.zeros(pair.nbytes, dtype=torch.uint8)

@@ -20,7 +20,7 @@ class Peer:
     def __init__(self, line: Connection, deadline: float, first: bool) -> None:
         self._line, self._deadline, self.first = line, deadline, first
 
-    def tell(self, value: Any) -> None:
+    def send(self, value: Any) -> None:
         """Hand a value to the other end."""
         self._line.send(value)
 
@@ -32,7 +32,7 @@ class Peer:
 
     def meet(self) -> None:
         """Return on both ends at about the same time."""
-        self.tell(None)
+        self.send(None)
         self.ask()
 
 

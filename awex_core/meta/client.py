@@ -468,7 +468,7 @@ class MetaClient:
         return pause.sleep(end)
 
     def _silence(self, asked: int, limit_s: float, error: httpx.TransportError) -> str:
-        told = (
+        silence = (
             f"meta server {self._addresses[asked]} did not answer within {limit_s:g} s ({_cause(error)});"
             " check --weight-sync-meta-server, and that `awex meta-server` runs there and is reachable"
         )
@@ -478,10 +478,10 @@ class MetaClient:
                 f" start `awex meta-server` with {', '.join(VARIABLES.values())}, or unset these here"
             )
         if self._tls is not None:
-            return f"{told}, by TLS, with a certificate for this address that {self._tls.ca} has signed"
+            return f"{silence}, by TLS, with a certificate for this address that {self._tls.ca} has signed"
         if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
-            return f"{told}; if it wants TLS, set {', '.join(VARIABLES.values())}"
-        return told
+            return f"{silence}; if it wants TLS, set {', '.join(VARIABLES.values())}"
+        return silence
 
 
 class LeaseKeeper:

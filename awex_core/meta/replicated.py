@@ -273,16 +273,16 @@ class LoggedJob(Job):
 
     async def _keep_time(self) -> None:
         """Append ticks when they are due, and tell Redis which blobs are in use."""
-        told = time.monotonic()
+        touched = time.monotonic()
         pause = MAX_BACKOFF_S
         while not self.gone:
             try:
                 pause = min(0.5, self.store.lease_s / 10)
                 if self._machine is not None and self._machine.wants_tick(self.now()):
                     await self._append(TICK)
-                if time.monotonic() - told > BLOBS_IN_USE_S:
+                if time.monotonic() - touched > BLOBS_IN_USE_S:
                     await self._redis.use_blobs(self._name, sorted(self.store.blobs_in_use()))
-                    told = time.monotonic()
+                    touched = time.monotonic()
             except Refused as trouble:
                 # Said already by the one who follows the log; time is kept again once that is read.
                 _log.debug("job %s: %s", self._name, trouble)

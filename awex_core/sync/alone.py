@@ -25,15 +25,15 @@ class Alone:
 
     def __init__(self, client: MetaClient, config: SyncConfig) -> None:
         self._client, self._config = client, config
-        self._told = -math.inf
+        self._warned_at = -math.inf
         """When it was said last."""
 
     def look(self, view: JobView, sync: SyncView) -> None:
         """After a version: say, at once and then once a minute, that nobody was there."""
         if sync.engines:
-            self._told = -math.inf
-        elif not sync.reason and time.monotonic() - self._told >= ALONE_S:
-            self._told = time.monotonic()
+            self._warned_at = -math.inf
+        elif not sync.reason and time.monotonic() - self._warned_at >= ALONE_S:
+            self._warned_at = time.monotonic()
             logger.warning("awex: version %s was published to nobody: %s", sync.version, self._why(view))
 
     def _why(self, view: JobView) -> str:

@@ -15,7 +15,7 @@ from awex_core.sync.membership import WriterMembership
 
 logger = logging.getLogger(__name__)
 
-_TELL_S = 5.0
+_REPORT_S = 5.0
 """How long a rank that cannot publish tries to tell the others."""
 
 
@@ -70,7 +70,7 @@ class Announcing:
             return
         try:
             reason = str(error) or type(error).__name__
-            self._client.give_up(self._member.incarnation, number, reason, timeout_s=_TELL_S)
+            self._client.give_up(self._member.incarnation, number, reason, timeout_s=_REPORT_S)
         except AwexError as trouble:
             logger.warning("awex: the other ranks could not be told that version %d fails: %s", number, trouble)
 

@@ -263,9 +263,9 @@ class EngineController:
         if self.state == "ready" and (self._paused or self._took_over):
             # An update ended without, or a predecessor that was stopped came back and paused after all.
             await self._show_and_resume()
-        told = seen is not None and seen.controller and (seen.said, seen.version) == (self.state, self.version)
+        known = seen is not None and seen.controller and (seen.said, seen.version) == (self.state, self.version)
         refused_another = self.state == "refused" and _model_in(view) != self._prepared
-        if seen is not None and seen.controller and not told and not refused_another:
+        if seen is not None and seen.controller and not known and not refused_another:
             # An earlier word came late and took the place of the last one, or that one was lost.
             await self._set_state(self.state, self.reason)
         await self._prepare(view)
@@ -310,11 +310,11 @@ class EngineController:
 
     async def _lend(self, view: JobView) -> None:
         """Another engine takes this one's weights: have the workers offer them."""
-        for target, copy in view.catch_ups.items():
-            mine = copy.source == self.engine and copy.sync.state == "gathering" and self.state == "ready"
-            if mine and copy.number not in self._lent:
-                self._lent.add(copy.number)
-                await self._within(copy.sync.remaining_s, self._host.lend(target), "the workers to lend")
+        for target, catch_up in view.catch_ups.items():
+            mine = catch_up.source == self.engine and catch_up.sync.state == "gathering" and self.state == "ready"
+            if mine and catch_up.number not in self._lent:
+                self._lent.add(catch_up.number)
+                await self._within(catch_up.sync.remaining_s, self._host.lend(target), "the workers to lend")
 
     async def _catch_up(self, view: JobView) -> None:
         """Take the version of an engine that is ahead, while the trainer publishes nothing."""
@@ -360,13 +360,13 @@ class EngineController:
         await self._resume()
 
     def _wait_for_catch_up(self) -> SyncView | None:
-        """The copy, once all workers of its source lend; None when it has ended before."""
+        """The catch-up, once all workers of its source lend; None when it has ended before."""
 
         def opened(view: JobView) -> tuple[SyncView | None] | None:
-            copy = view.catch_ups.get(self.engine)
-            if copy is None or copy.sync.state == "done":
+            catch_up = view.catch_ups.get(self.engine)
+            if catch_up is None or catch_up.sync.state == "done":
                 return (None,)
-            return (copy.sync,) if copy.sync.state == "open" else None
+            return (catch_up.sync,) if catch_up.sync.state == "open" else None
 
         what = "another engine's workers to lend their weights"
         return self._client.wait_for(opened, timeout_s=self.config.sync_timeout_s, what=what)[0]
@@ -402,7 +402,7 @@ class EngineController:
             await self._set_state("ready", "")
         self._prepared = trainer
 
-    async def _tell_state(self, state: EngineState, reason: str) -> None:
+    async def _report_state(self, state: EngineState, reason: str) -> None:
         version = self.version
         await self._call(
             lambda: self._client.set_engine_state(self._process.incarnation, state, version, reason=reason)
@@ -411,7 +411,7 @@ class EngineController:
     async def _set_state(self, state: EngineState, reason: str) -> None:
         self.state, self.reason = state, reason
         try:
-            await self._tell_state(state, reason)
+            await self._report_state(state, reason)
         except Fenced:
             self.elected = False
         except AwexError as error:  # told again when the lease is renewed
@@ -431,7 +431,7 @@ class EngineController:
         try:
             # Whoever takes over from here on must know that weights may be mixed.
             await asyncio.gather(
-                self._within(limit_s, self._host.pause(), "the engine to pause"), self._tell_state("updating", "")
+                self._within(limit_s, self._host.pause(), "the engine to pause"), self._report_state("updating", "")
             )
             if shadow and (failure := await self._failure(sync.version)):
                 raise TransferError(failure)
@@ -553,8 +553,8 @@ class EngineController:
 
     def _sync_in(self, view: JobView, version: Version) -> SyncView | None:
         """A version on its way into this engine, from another one or from the trainer."""
-        copy = view.catch_ups.get(self.engine)
-        for sync in (copy.sync if copy is not None else None, view.sync):
+        catch_up = view.catch_ups.get(self.engine)
+        for sync in (catch_up.sync if catch_up is not None else None, view.sync):
             if sync is not None and sync.version == version and self.engine in sync.engines:
                 return sync
         return None

@@ -2,7 +2,7 @@
 
 Runs in a thread of its own, so that the worker goes on answering requests: they
 only read weights. Should the trainer publish meanwhile, the meta server ends
-the copy before the first weight changes, and the other engine does not commit it.
+the catch-up before the first weight changes, and the other engine does not commit it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lender:
-    """Serves one copy from one worker."""
+    """Serves one catch-up from one worker."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Lender:
         context: SyncContext,
         *,
         reading: Callable[[], AbstractContextManager[None]],
-        prove: Callable[[], None],
+        verify: Callable[[], None],
     ) -> None:
         """Nothing happens before ``run``.
 
@@ -52,27 +52,27 @@ class Lender:
             version: what they are.
             context: the reader's.
             reading: within, the weights stay what they are; raises if they are not what was committed.
-            prove: raises if they are not, whatever has been said of them.
+            verify: raises if they are not, whatever has been said of them.
         """
         self._target, self._worker, self._memory = target, worker, memory
-        self._reading, self._prove = reading, prove
+        self._reading, self._verify = reading, verify
         self._session: WriterSession | None = None
         self._context, self._client, self._layouts = context, context.client, context.layouts
         self._exports = Exports(memory)
         self._exports.hold(version.number)  # not in ``run``, which might begin after ``let_go``
 
     def run(self) -> None:
-        """Offer the weights, serve them, publish their digest, stay until the copy is over. Raises nothing."""
-        copy: CatchUpView | None = None
+        """Offer the weights, serve them, publish their digest, stay until the catch-up is over. Raises nothing."""
+        catch_up: CatchUpView | None = None
         try:
-            copy = self._copy(self._client.watch())
+            catch_up = self._catch_up(self._client.watch())
             with self._reading():
-                self._prove()  # once more when all has been read; but now the other engine loses nothing
-            self._serve(copy)
+                self._verify()  # once more when all has been read; but now the other engine loses nothing
+            self._serve(catch_up)
         except Exception as error:
             logger.exception("awex: worker %d could not lend to engine %s", self._worker.rank, self._target)
-            if copy is not None:
-                self._report(copy, str(error) or type(error).__name__)
+            if catch_up is not None:
+                self._report(catch_up, str(error) or type(error).__name__)
 
     def let_go(self) -> None:
         """The weights are about to change."""
@@ -84,11 +84,11 @@ class Lender:
         if self._session is not None:
             self._session.abort()
 
-    def _copy(self, view: JobView) -> CatchUpView:
+    def _catch_up(self, view: JobView) -> CatchUpView:
         return catch_up_of(view, self._worker.engine, self._target)
 
-    def _serve(self, copy: CatchUpView) -> None:
-        deadline = Deadline.after(copy.sync.remaining_s)
+    def _serve(self, catch_up: CatchUpView) -> None:
+        deadline = Deadline.after(catch_up.sync.remaining_s)
         worker, incarnation = self._worker, self._worker.process.incarnation
         endpoints = {name: self._client.put_blob(data) for name, data in self._exports.encode().items()}
         info = WriterInfo(
@@ -101,23 +101,23 @@ class Lender:
             manifest=worker.manifest,
         )
         self._client.lend(incarnation, self._target, info)
-        view, copy = self._wait_until_ready(copy.number, deadline)
-        sources = index_sources([self._layouts.get(lender.layout) for lender in copy.lenders])
+        view, catch_up = self._wait_until_ready(catch_up.number, deadline)
+        sources = index_sources([self._layouts.get(lender.layout) for lender in catch_up.lenders])
         workers = view.engines[self._target].workers
         key = SessionKey(
-            copy.sync.version.epoch,
+            catch_up.sync.version.epoch,
             self._target,
-            copy.sync.engines[self._target].generation,
-            catch_up_key(copy),
-            sources_of(copy.lenders),
+            catch_up.sync.engines[self._target].generation,
+            catch_up_key(catch_up),
+            sources_of(catch_up.lenders),
         )
-        members = Members(key, copy.lenders, workers, sources)
+        members = Members(key, catch_up.lenders, workers, sources)
         self._session = session = WriterSession.open(members, worker.rank, self._memory, self._context, deadline)
-        version, served = copy.sync.version, itertools.count()
+        version, served = catch_up.sync.version, itertools.count()
 
         def digests() -> dict[str, bytes]:
-            share = self._digests(copy.sync, workers, sources)
-            self._prove()  # after the digests: they are those of what was committed
+            share = self._digests(catch_up.sync, workers, sources)
+            self._verify()  # after the digests: they are those of what was committed
             return share
 
         try:
@@ -127,7 +127,7 @@ class Lender:
                 (),
                 digests,
                 lambda share: self._client.publish_digest(incarnation, version, share, target=self._target),
-                lambda: self._next_resend(copy.number, next(served), deadline),
+                lambda: self._next_resend(catch_up.number, next(served), deadline),
                 self._reading,
             )
         finally:
@@ -137,8 +137,8 @@ class Lender:
         """Until all lenders are there and the target has traced."""
 
         def ready(view: JobView) -> tuple[JobView, CatchUpView] | None:
-            copy = ready_to_take(view, self._worker.engine, self._target, number, self._worker.manifest)
-            return (view, copy) if copy is not None else None
+            catch_up = ready_to_take(view, self._worker.engine, self._target, number, self._worker.manifest)
+            return (view, catch_up) if catch_up is not None else None
 
         what = f"engine {self._target} to trace its model"
         return self._client.wait_for(ready, timeout_s=deadline.remaining(what), what=what)
@@ -151,16 +151,16 @@ class Lender:
         return {name: pack_lanes(programs.partial(name, sync, sources, self._memory)) for name in names}
 
     def _next_resend(self, number: int, served: int, deadline: Deadline) -> Resend | None:
-        """What the engine wants once more, after ``served`` such requests; None when the copy is over."""
+        """What the engine wants once more, after ``served`` such requests; None when the catch-up is over."""
         what = f"engine {self._target} to take the weights"
         return self._client.wait_for(
             lambda view: next_resend(view, self._target, number, served), timeout_s=deadline.remaining(what), what=what
         )[0]
 
-    def _report(self, copy: CatchUpView, reason: str) -> None:
+    def _report(self, catch_up: CatchUpView, reason: str) -> None:
         try:
             self._client.report_sender(
-                self._worker.process.incarnation, copy.sync.version, self._target, reason, lender=True
+                self._worker.process.incarnation, catch_up.sync.version, self._target, reason, lender=True
             )
         except AwexError as error:
             logger.error("awex: the meta server could not be told: %s", error)

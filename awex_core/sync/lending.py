@@ -40,7 +40,7 @@ class Lending:
             version,
             self._context,
             reading=self._verification.ownership.reading,
-            prove=lambda: self._verification.prove_held(version),
+            verify=lambda: self._verification.verify_held(version),
         )
         self._thread = threading.Thread(target=self._lender.run, name="awex-lender", daemon=True)
         self._thread.start()

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _LEAVE_S = 2.0
 """How long leaving may take."""
 
-_TELL_S = 3.0
+_REPORT_S = 3.0
 """How long a call of the engine's own waits until the meta server knows of it; it is told again with the next lease."""
 
 
@@ -35,7 +35,7 @@ class WorkerMembership:
         """Nothing is told before ``join``."""
         self.client, self.info = client, info
         self._layout = b""
-        self._telling = threading.Lock()
+        self._reporting = threading.Lock()
         self._leases: LeaseKeeper | None = None
 
     def join(self) -> None:
@@ -62,26 +62,26 @@ class WorkerMembership:
         if layout:
             self.client.put_blob(layout)  # it may have been restarted between the two
 
-    def tell(self, *, timeout_s: float | None = None, **what: Any) -> None:
+    def report(self, *, timeout_s: float | None = None, **what: Any) -> None:
         """Say what has changed of ``WorkerInfo``."""
-        with self._telling:
+        with self._reporting:
             self.info = msgspec.structs.replace(self.info, sequence=self.info.sequence + 1, **what)
             self.client.join_worker(self.info, timeout_s=timeout_s)
 
-    def tell_weights(self, state: WeightsState, reason: str, void: bool) -> None:
+    def report_weights(self, state: WeightsState, reason: str, void: bool) -> None:
         """Say what the weights are; ``void``: nothing that was said of where they lie holds any more."""
         what: dict[str, Any] = {"weights": state, "weights_reason": reason[:MAX_TEXT]}
         if void:  # so that every session with this engine is made anew
             what |= {"layout": "", "manifest": ""}
         try:
-            self.tell(timeout_s=_TELL_S, **what)
+            self.report(timeout_s=_REPORT_S, **what)
         except AwexError as error:  # told again when the lease is renewed
             logger.warning("awex: worker %d of engine %s: %s", self.info.rank, self.info.engine, error)
 
-    def tell_layout(self, layout: Layout, manifest: Manifest, **what: Any) -> None:
+    def report_layout(self, layout: Layout, manifest: Manifest, **what: Any) -> None:
         """The same, with the layout of the model as it was traced for a manifest."""
         self._layout = encode_layout(layout, manifest)
-        self.tell(layout=self.client.put_blob(self._layout), manifest=manifest.name, **what)
+        self.report(layout=self.client.put_blob(self._layout), manifest=manifest.name, **what)
         self.client.put_blob(self._layout)  # a server that was restarted before it heard of this worker has lost it
 
     def leave(self) -> None:
@@ -125,7 +125,7 @@ class WriterMembership:
         self._leases = LeaseKeeper(self._client, self._join().lease_s, lambda _: self._join())
         self._leases.add(self.incarnation)
 
-    def tell(self, offer: Offer) -> None:
+    def report(self, offer: Offer) -> None:
         """Say what is offered now, unless it has been said."""
         self._offer = offer
         if self._known is not offer:

@@ -31,9 +31,9 @@ _READERS_S = 5.0
 class Ownership:
     """Of one worker's weights. ``begin`` and ``end`` are for the thread that carries out the engine's calls."""
 
-    def __init__(self, model: WorkerModel, tell: Callable[[WeightsState, str, bool], None]) -> None:
-        """``tell`` is given each new state, its reason, and whether all that is known of the memory is void by it."""
-        self._model, self._tell = model, tell
+    def __init__(self, model: WorkerModel, report: Callable[[WeightsState, str, bool], None]) -> None:
+        """``report`` is given each new state, its reason, and whether all that is known of the memory is void by it."""
+        self._model, self._report = model, report
         self.state: WeightsState = "held"
         self.reason = ""
         self.stale = False
@@ -112,7 +112,7 @@ class Ownership:
         self.stale |= now.void
         if (now.state, now.reason) != (self.state, self.reason):
             self.state, self.reason = now.state, now.reason
-            self._tell(now.state, now.reason, now.void)
+            self._report(now.state, now.reason, now.void)
 
 
 _Mark = tuple[tuple[int, ...], bytes]

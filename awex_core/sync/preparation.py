@@ -78,7 +78,7 @@ class Preparation:
         info = self._member.info
         logger.error("awex: worker %d of engine %s refuses the trainer's model: %s", info.rank, info.engine, error)
         reason = (str(error) or type(error).__name__)[:_MAX_REASON]
-        self._member.tell(layout="", manifest=manifest, reason=reason)
+        self._member.report(layout="", manifest=manifest, reason=reason)
 
     def trace(self, name: str) -> TracedModel:
         """The model, traced for the manifest of this name; kept until another is asked for.
@@ -106,7 +106,7 @@ class Preparation:
             replaced = [module.name for module in traced.loader_path]
             shadow = self.shadow is not None
             manifest = self._layouts.manifest(name)
-            self._member.tell_layout(traced.layout, manifest, reason="", replaced=replaced, shadow=shadow)
+            self._member.report_layout(traced.layout, manifest, reason="", replaced=replaced, shadow=shadow)
         return traced
 
     def _make_shadow(self, traced: TracedModel) -> Shadow | None:
@@ -132,7 +132,7 @@ class Preparation:
             rank = self._member.info.rank
             logger.warning("awex: worker %d: versions are received in place, as by workers %s", rank, lacking)
             self.shadow = None
-            self._member.tell(shadow=False)
+            self._member.report(shadow=False)
 
     def sources(self, writers: Sequence[WriterInfo]) -> SourceIndex:
         """What the writers hold."""

@@ -43,7 +43,7 @@ class WeightReader:
         info = member.info
         self.engine, self.rank, self.controlled = info.engine, info.rank, info.controlled
         self._member, self._client = member, context.client
-        self.ownership = Ownership(model, member.tell_weights)
+        self.ownership = Ownership(model, member.report_weights)
         self._ready = Preparation(model, member, self.ownership, context, lambda: self._connection.close())
         self._connection = Connection(model, member, self._ready, context)
         verification = Verification(model, member, self._ready, self.ownership)

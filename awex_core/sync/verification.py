@@ -99,7 +99,7 @@ class Verification:
             raise TransferError("this worker has not traced its model")
         return digest_program(held, traced.layout.tensors, self.model.lend(), "dst", only=only)
 
-    def prove_held(self, version: Version) -> None:
+    def verify_held(self, version: Version) -> None:
         """Make sure that what lies in live memory is what was committed as ``version``, as far as that was verified.
 
         Raises:

@@ -228,7 +228,7 @@ class WeightWriter:
         self._weights.follow(layout, live)
         if not call.blocking:
             self._weights.detach()
-        self._member.tell(self._weights.offer)
+        self._member.report(self._weights.offer)
         self._weights.refresh()
         self._values.before(call.number, self.layout, self.memory, patterns)
         base, self._base = self._base, Base(why=f"the call for version {call.number} has not ended")

@@ -196,10 +196,10 @@ def _finalize_together(finalize: Callable[[], Held], limit_s: float) -> Held:
         held = finalize()
     except AwexError as error:
         own = error
-    told = all_gather_bytes(str(own or "").encode(), limit_s=limit_s)
-    faults = [f"rank {rank}: {fault.decode()}" for rank, fault in enumerate(told) if fault]
+    gathered = all_gather_bytes(str(own or "").encode(), limit_s=limit_s)
+    faults = [f"rank {rank}: {fault.decode()}" for rank, fault in enumerate(gathered) if fault]
     if held is None or faults:
-        raise own or LayoutError(list_faults(f"{len(faults)} of {len(told)} trainer ranks cannot publish", faults))
+        raise own or LayoutError(list_faults(f"{len(faults)} of {len(gathered)} trainer ranks cannot publish", faults))
     return held
 
 
@@ -288,8 +288,8 @@ def share(
         SyncTimeout: as ``all_gather_bytes``.
     """
     mine = _Offer(uuid.uuid4().hex, encode_manifest(tuple(tensors)), fault)
-    told = all_gather_bytes(msgspec.msgpack.encode(mine), limit_s=limit_s)
-    offers = [msgspec.msgpack.decode(data, type=_Offer) for data in told]
+    gathered = all_gather_bytes(msgspec.msgpack.encode(mine), limit_s=limit_s)
+    offers = [msgspec.msgpack.decode(data, type=_Offer) for data in gathered]
     faults = [f"rank {rank}: {offer.fault}" for rank, offer in enumerate(offers) if offer.fault]
     if faults:
         raise LayoutError(list_faults(f"{len(faults)} of {len(offers)} trainer ranks cannot attach", faults))
@@ -334,9 +334,9 @@ def together(limit_s: float) -> Iterator[None]:
             wanted = [_here(each) for each in range(world)] if rank == 0 else [go]
             store.wait(wanted, datetime.timedelta(seconds=limit_s))
         except RuntimeError as error:
-            told = _who_is_missing(store, world, limit_s)
+            missing = _who_is_missing(store, world, limit_s)
             store.set(_gave_up(rank), "")
-            raise SyncTimeout(told) from error
+            raise SyncTimeout(missing) from error
         if rank == 0:
             store.set(go, "")
         yield
@@ -358,12 +358,12 @@ def _who_is_missing(store: dist.Store, world: int, limit_s: float) -> str:
     """Those who have not come; and those who have come and gone again, since they did not wait for as long."""
     gone = [rank for rank in range(world) if store.check([_gave_up(rank)])]
     missing = [rank for rank in range(world) if rank not in gone and not store.check([_here(rank)])]
-    told = f"not all {world} ranks of the trainer's process group met in attach() within {limit_s:g} s"
+    found = f"not all {world} ranks of the trainer's process group met in attach() within {limit_s:g} s"
     if missing:
-        told += f"; not called by rank(s) {', '.join(map(str, missing))}"
+        found += f"; not called by rank(s) {', '.join(map(str, missing))}"
     if gone:
-        told += f"; given up by rank(s) {', '.join(map(str, gone))}"
-    return f"{told}. Every rank has to call it, one that holds no weights too"
+        found += f"; given up by rank(s) {', '.join(map(str, gone))}"
+    return f"{found}. Every rank has to call it, one that holds no weights too"
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -31,7 +31,7 @@ class ValueCheck:
 
     def __init__(self, mode: NonFiniteMode, rank: int) -> None:
         self._mode, self._rank = mode, rank
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def before(self, number: int, layout: Layout, memory: Memory, only: Collection[str]) -> None:
         """With ``refuse``, raise ``NonFinite`` if some values are not finite; of a partial update, those it names."""
@@ -58,9 +58,9 @@ class ValueCheck:
             looking.join()
 
     def _warn(self, version: Version, layout: Layout, memory: Memory, only: Collection[str]) -> None:
-        found = [told for told in nonfinite_tensors(layout, memory, only) if told not in self._told]
+        found = [tensor for tensor in nonfinite_tensors(layout, memory, only) if tensor not in self._reported]
         if found:
-            self._told.update(found)
+            self._reported.update(found)
             summary = (
                 f"awex: writer rank {self._rank}: version {version} holds values that are not finite, in {len(found)} "
                 "tensors (said once for each; nonfinite='refuse' would not publish them)"

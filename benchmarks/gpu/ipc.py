@@ -54,10 +54,10 @@ def _writer(peer: Peer, mib: int) -> None:
         memory = _filled(pair, name, device)
         export = IpcExport(memory)
         export.hold(1)
-        peer.tell(export.endpoint)
+        peer.send(export.endpoint)
         peer.ask()
         export.let_go()
-        peer.tell(None)
+        peer.send(None)
         peer.ask()
         del memory, export
         torch.cuda.empty_cache()
@@ -77,7 +77,7 @@ def _reader(peer: Peer, mib: int) -> dict[str, dict[str, Any]]:
     found = {}
     for name, pair in _pairs(mib).items():
         found[name] = _measure(peer, name, pair, device)
-        peer.tell(None)  # nothing is mapped any more
+        peer.send(None)  # nothing is mapped any more
         torch.cuda.empty_cache()
     return found
 
@@ -122,7 +122,7 @@ def _measure(peer: Peer, name: str, pair: Pair, device: torch.device) -> dict[st
         buffer.zero_()
     pull()
     figures["equal"] = all(torch.equal(a, b) for a, b in zip(memory.buffers, expected.buffers, strict=True))
-    peer.tell(None)
+    peer.send(None)
     peer.ask()
     figures["let_go_seen"] = _raises(lambda: mapped.check_held(1, "the writer"))
     receiver.close()

@@ -99,7 +99,7 @@ class CoreGuard:
 
     def _guarded_rpc(self, method: Any, *rest: Any, **options: Any) -> Any:
         if method == "init_weight_transfer_engine":  # by the user of an offline engine
-            self._tell_workers("meet")
+            self._command_workers("meet")
         if _worker_call(method).kind != "owned":
             return self._rpc(method, *rest, **options)
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
@@ -107,7 +107,7 @@ class CoreGuard:
 
     def _bracket(self, name: str, call: Callable[[], Any], released: bool | None = False) -> Any:
         """Make a call that is not ours; ``released``: whether the weights are gone then, None for as before."""
-        begun = self._tell_workers("begin", name)
+        begun = self._command_workers("begin", name)
         if not any(begun):  # nobody has joined yet, or the function says that it leaves weights alone
             return call()
         label = compat.weight_version(self._core)
@@ -125,7 +125,7 @@ class CoreGuard:
             gone = self.weights == "released" if released is None or faults else released
             lost = "" if faults else failed or DESTROYS.get(name, "") or LOSES.get(name, "")
             sure = name in DESTROYS and not faults
-            self._conclude(name, self._tell_workers("end", name, gone, lost, sure), label)
+            self._conclude(name, self._command_workers("end", name, gone, lost, sure), label)
 
     def _conclude(self, name: str, found: list[Any], label: str) -> None:
         before = self.weights
@@ -136,7 +136,7 @@ class CoreGuard:
         if self.weights == "lost":
             self._hold()
 
-    def _tell_workers(self, command: str, *arguments: Any) -> list[Any]:
+    def _command_workers(self, command: str, *arguments: Any) -> list[Any]:
         return list(self._rpc("awex_command", args=(command, *arguments)))
 
     # Pausing
@@ -172,9 +172,9 @@ class CoreGuard:
         """Have every worker do something; its failures go to the meta server."""
         if name == "connect":
             self._interrupted = ""
-        self._tell_workers(name, *arguments)
+        self._command_workers(name, *arguments)
         if name in ("receive", "repair"):
-            self.weights, self.reason = worst(dict(self._tell_workers("state")))
+            self.weights, self.reason = worst(dict(self._command_workers("state")))
 
     def _do_weights(self) -> list[str]:
         return [self.weights, self.reason]

@@ -378,8 +378,8 @@ class Stage:
     def check_answers(self) -> tuple[int, list[str]]:
         """How many answers came since the last call, and what is wrong with which."""
         answers = [answer for engine in self.engines.values() if engine.clients for answer in engine.clients.take()]
-        told = [self.told(answer) for answer in answers]
-        faults = self.oracle.ask("check", 120, answers=told) if told else []
+        seen = [self.as_seen(answer) for answer in answers]
+        faults = self.oracle.ask("check", 120, answers=seen) if seen else []
         wrong = [
             f"{answer.engine}: {fault}; {json.dumps(vars(answer))}"
             for answer, fault in zip(answers, faults, strict=True)
@@ -387,7 +387,7 @@ class Stage:
         ]
         return len(answers), wrong
 
-    def told(self, answer: Answer) -> dict[str, Any]:
+    def as_seen(self, answer: Answer) -> dict[str, Any]:
         """An answer as the oracle takes it: models in place of labels."""
         spans = [[self.model_of(label, answer.begun), begin, end] for label, begin, end in answer.spans]
         return {"prompt": answer.prompt, "tokens": answer.tokens, "spans": spans}

@@ -31,7 +31,7 @@ def state(machine: Machine) -> SavedMachine:
     return msgspec.msgpack.decode(machine.saved(), type=SavedMachine)
 
 
-def told(outcome: Any) -> object:
+def outcome_of(outcome: Any) -> object:
     """An outcome in a form that can be compared."""
     return (type(outcome).__name__, str(outcome)) if isinstance(outcome, Refused | Fenced) else outcome
 
@@ -77,14 +77,14 @@ def test_a_log_gives_one_state_however_it_is_read(log, cut):
         now += passed
         timed.append((one, now))
     first, second, resumed = (Machine.begin("job", BEGIN, 0.0) for _ in range(3))
-    outcomes = [told(first.apply(*one)) for one in timed]
-    assert [told(second.apply(*one)) for one in timed] == outcomes
+    outcomes = [outcome_of(first.apply(*one)) for one in timed]
+    assert [outcome_of(second.apply(*one)) for one in timed] == outcomes
     assert state(second) == state(first)
     later = []
     for position, one in enumerate(timed):
         if position == min(cut, len(timed) - 1):
             resumed = Machine.restored(resumed.saved())
-        later.append(told(resumed.apply(*one)))
+        later.append(outcome_of(resumed.apply(*one)))
     assert later == outcomes
     assert state(resumed) == state(first)
     assert resumed.store.status(now) == first.store.status(now)
@@ -136,7 +136,7 @@ def test_a_job_goes_on_alike_from_a_saved_state_after_any_entry(cut):
             assert state(resumed) == state(first)
             assert resumed.store.status(now) == first.store.status(now)
         one = entry(message, "repeated" if isinstance(message, m.Announce) and message.number == 2 else "")
-        assert told(resumed.apply(one, now)) == told(first.apply(one, now))
+        assert outcome_of(resumed.apply(one, now)) == outcome_of(first.apply(one, now))
         catch_ups += len(first.store.view(now).catch_ups)
     assert state(resumed) == state(first)
     view = first.store.view(17.0)

@@ -129,7 +129,7 @@ def test_an_engine_whose_controller_fell_silent_during_an_update_is_torn(server)
 
     async def scenario() -> None:
         async with control(server) as first, control(server) as second:
-            await first._tell_state("updating", "")
+            await first._report_state("updating", "")
             first.state = "updating"
             silence(first)
             await until(lambda: second.state == "torn", 30)

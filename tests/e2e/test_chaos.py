@@ -57,11 +57,11 @@ def test_the_oracle_refuses_another_version_and_mixtures(campaign: Campaign) -> 
     assert stage.oracle.ask("prove", 60, prompt=[1, 2, 3, 4], count=12) == []
     for engine in stage.engines.values():
         assert engine.clients and engine.clients.wait_for_answer(campaign.label, 60)
-        told = [stage.told(answer) for answer in engine.clients.take()]
-        assert not any(stage.oracle.ask("check", 60, answers=told))
-        for answer in told:
+        seen = [stage.as_seen(answer) for answer in engine.clients.take()]
+        assert not any(stage.oracle.ask("check", 60, answers=seen))
+        for answer in seen:
             answer["spans"] = [[(model + 1) % MODELS, begin, end] for model, begin, end in answer["spans"]]
-        assert all(stage.oracle.ask("check", 60, answers=told))
+        assert all(stage.oracle.ask("check", 60, answers=seen))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

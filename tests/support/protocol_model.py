@@ -418,7 +418,7 @@ class Rank(Process):
         failed = {name: part.reason for name, part in sync.engines.items() if part.outcome != "committed"}
         for engine in failed:
             self._drop(engine)
-        self.world.told(self, sync)
+        self.world.learned(self, sync)
         if sync.reason or failed:
             raise SyncFailed(sync.reason, failed)
 
@@ -1379,7 +1379,7 @@ class World:
             raise Violation(f"engine {engine.name} goes from {served[-1][0]} to {version}")
         served.append((version, self.ghost.meaning[engine.name, version]))
 
-    def told(self, rank: Rank, sync: m.SyncView) -> None:
+    def learned(self, rank: Rank, sync: m.SyncView) -> None:
         """A rank learns how a version went: it was its own."""
         run = self.ghost.opened.get((self.server.life, sync.version))
         if run is not None and run != rank.run.name:
