@@ -120,6 +120,31 @@ def config_fields(source: Any, more: Iterable[str] = ()) -> Mapping[str, Any]:
     return fields
 
 
+def find_folder(source: str) -> Path:
+    """A checkpoint's folder: the path itself, or where the Hub's local cache has the model of that id.
+
+    Nothing is downloaded.
+
+    Raises:
+        ConfigError: there is neither; says how to get the model into the cache.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(source, local_files_only=True))
+    except ImportError:
+        raise ConfigError(
+            f"{source} is no folder; a model's id is looked up with huggingface_hub: install it"
+        ) from None
+    except Exception as error:  # whatever the hub's client says of an id, or of what it has no copy of
+        raise ConfigError(
+            f"{source} is neither a folder nor a model in the Hub's local cache; "
+            f"`hf download {source}` would put it there"
+        ) from error
+
+
 def tensor_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint's folder.
 

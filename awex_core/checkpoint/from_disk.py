@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,11 @@ from safetensors import safe_open
 
 from awex_core.checkpoint.description import tensor_files
 from awex_core.errors import VerifyError, list_faults
-from awex_core.layout.layout import Layout
+from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, ShardCollector
-from awex_core.numerics.casts import cast_into
+from awex_core.numerics.casts import cast, cast_into
 from awex_core.plan import index_sources, lower_copies, plan_copies
+from awex_core.transfer.checksum import checksum
 from awex_core.transfer.views import descriptor_view
 from awex_core.verify.lanes import (
     differing_tensors,
@@ -34,6 +35,17 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt") as opened:
             for name in sorted(opened.keys()):
                 yield name, opened.get_tensor(name)
+
+
+def checksums_of(folder: Path, tensors: Sequence[CanonicalTensor]) -> dict[str, str]:
+    """CRC32C of each tensor's bytes in the type that ``tensors`` names, in hex, by name. Reads all of the folder."""
+    wanted = {tensor.name: getattr(torch, tensor.dtype) for tensor in tensors}
+    found = {}
+    with torch.no_grad():
+        for name, tensor in read_checkpoint(folder):
+            flat = cast(tensor, wanted[name]).contiguous().reshape(-1).view(torch.uint8)
+            found[name] = f"{checksum(flat):08x}"
+    return found
 
 
 def load_checkpoint(folder: Path, layout: Layout, memory: Memory) -> None:

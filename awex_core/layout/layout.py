@@ -48,6 +48,11 @@ class CanonicalTensor:
         """Size in bytes, in the canonical dtype."""
         return self.numel * ITEMSIZE[dtype_code(self.dtype)]
 
+    @property
+    def layer(self) -> int | None:
+        """The layer it belongs to: the first number in its name; None for what belongs to no layer."""
+        return next((int(part) for part in self.name.split(".") if part.isdigit()), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:

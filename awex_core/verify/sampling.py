@@ -49,11 +49,7 @@ def verified_tensors(layout: Layout, mode: VerifyMode, number: int) -> npt.NDArr
 
 
 def _sampling_of(layout: Layout) -> _Sampling:
-    layers = [_layer_of(spec.name) for spec in layout.tensors]
+    layers = [spec.layer for spec in layout.tensors]
     present = sorted({layer for layer in layers if layer is not None})
     fixed = {present[0], present[len(present) // 2], present[-1]} if present else set()
     return _Sampling(np.asarray([layer in fixed for layer in layers], dtype=bool), tensor_seeds(layout.tensors))
-
-
-def _layer_of(name: str) -> int | None:
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)

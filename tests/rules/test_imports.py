@@ -44,7 +44,7 @@ ARROWS = {
     "engines": {"layout", "sync", "trace"},
     "trainers": {"checkpoint", "layout", "plan", "settings", "sync"},
     "stacks": set(),
-    "cli": {"meta", "settings", "stacks"},
+    "cli": {"checkpoint", "layout", "meta", "settings", "stacks", "sync"},
     "testing": {
         "checkpoint",
         "layout",

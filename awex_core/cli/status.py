@@ -1,85 +1,22 @@
-"""The ``awex`` command.
-
-    awex meta-server   runs the meta server of a cluster
-    awex status        shows who is there and what became of the current version
-
-The token is read from ``--token-file``, ``AWEX_TOKEN`` or the file that
-``AWEX_TOKEN_FILE`` names, in this order. It is never an argument, because every
-user of a host can read the arguments of its processes, and never printed.
-"""
+"""``awex status``."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import secrets
-import sys
-import tempfile
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from awex_core.errors import AwexError, ConfigError
 from awex_core.meta.tls import Tls
-from awex_core.settings.token import find_token, require_token
-from awex_core.settings.variables import check_names
+from awex_core.settings.token import require_token
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from awex_core.meta.messages import EngineView, JobStatus, Process, SyncView, WriterInfo
 
-DEFAULT_PORT = 7790
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status. Errors raised on purpose become one message on stderr."""
-    arguments = _parser().parse_args(argv)
-    try:
-        check_names()
-        status: int = arguments.run(arguments)
-    except AwexError as error:
-        print(f"awex: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return status
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="awex", description="Live weight sync from a trainer to inference engines.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_meta_server(commands)
-    _add_status(commands)
-    return parser
-
-
-def _add_meta_server(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    about = "run the meta server, through which trainers and engines find each other"
-    command = commands.add_parser("meta-server", allow_abbrev=False, help=about, description=about.capitalize() + ".")
-    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    command.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="0 lets the system choose (default: %(default)s)"
-    )
-    command.add_argument("--token-file", help="file with the bearer token; without any token one is generated")
-    command.add_argument(
-        "--lease",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="silence after which a member is gone (default: %(default)s)",
-    )
-    command.add_argument(
-        "--store",
-        metavar="URL",
-        help="redis://HOST:PORT/DB, to keep jobs where they outlive this server and other servers find them "
-        "(default: AWEX_STORE, which may hold a password, or memory)",
-    )
-    command.set_defaults(run=_run_meta_server)
-
-
-def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "show a job's writers, engines and current version"
     command = commands.add_parser("status", allow_abbrev=False, help=about, description=about.capitalize() + ".")
     command.add_argument("--meta-server", required=True, metavar="HOST:PORT[,...]")
@@ -87,48 +24,6 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("--token-file", help="file with the bearer token (default: AWEX_TOKEN or AWEX_TOKEN_FILE)")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_run_status)
-
-
-def _run_meta_server(arguments: argparse.Namespace) -> int:
-    from awex_core import stacks
-    from awex_core.meta.server import serve
-
-    stacks.enable()
-    token = find_token(arguments.token_file)
-    if not token:
-        token, path = _generate_token()
-        print(f"token written to {path}; give it to clients as AWEX_TOKEN_FILE={path}", flush=True)
-
-    store = arguments.store or os.environ.get("AWEX_STORE", "")
-    if arguments.store and ("@" in arguments.store or "password" in arguments.store):
-        raise ConfigError(
-            "--store is an argument, which every user of this host can read; give a URL with a password as AWEX_STORE"
-        )
-
-    def say(address: str) -> None:
-        print(f"meta server listening on {address}", flush=True)
-
-    serve(
-        arguments.host,
-        arguments.port,
-        token,
-        lease_s=arguments.lease,
-        on_listening=say,
-        tls=Tls.from_env(),
-        store=store,
-    )
-    return 0
-
-
-def _generate_token() -> tuple[str, str]:
-    """A new token and the path of the file, readable by this user only, that holds it."""
-    token = secrets.token_urlsafe(32)
-    # mkstemp creates the file with mode 0600, before anything is in it.
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    handle, path = tempfile.mkstemp(prefix="awex-token-", dir=runtime if os.path.isdir(runtime) else None)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(token + "\n")
-    return token, path
 
 
 def _run_status(arguments: argparse.Namespace) -> int:
@@ -216,7 +111,3 @@ def _plain(*cells: str) -> tuple[str, ...]:
     from rich.markup import escape
 
     return tuple(escape(cell) for cell in cells)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
