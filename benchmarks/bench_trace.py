@@ -47,7 +47,7 @@ def _trace_share(_peer: Peer, ranks: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         model, config = _model_on_meta(share, Path(folder))
         from awex_core.layout import encode_layout
-        from vllm_awex.layout import VllmWorkerModel
+        from vllm_awex.model import VllmWorkerModel
 
         os.environ["AWEX_LAYOUT_CACHE"] = str(Path(folder) / "layouts")
         begun, cpu = time.perf_counter(), time.process_time()

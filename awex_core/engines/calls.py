@@ -29,6 +29,9 @@ class Call:
     note: str = ""
 
 
+OWNED = Call("owned")
+"""What a call is that no table knows."""
+
 Calls = Mapping[str, Call]
 
 

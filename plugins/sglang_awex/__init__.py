@@ -7,7 +7,7 @@ calls      SGLang's own calls, and what each does to the engine
 refusals   what of SGLang does not go with following a trainer
 guard      the tokenizer manager, which calls pass: who pauses, who waits
 worker     one scheduler rank: a ``WeightReader``, driven by commands to all ranks
-layout     one rank's parameters, traced through SGLang's own loader
+model      one rank's parameters, traced through SGLang's own loader
 host       one engine: pause, receive, resume; status and refusal over HTTP
 kept       what no checkpoint fills, and may stay as it is
 compat     the only file that touches private SGLang names

@@ -22,7 +22,7 @@ from sglang_awex import compat
 from sglang_awex.calls import MANAGER
 
 
-class Host(Protocol):
+class Schedulers(Protocol):
     """What is asked of the schedulers."""
 
     async def quiet(self) -> None:
@@ -38,8 +38,8 @@ class Host(Protocol):
 class ManagerGuard:
     """One engine's, in the process and the event loop of its tokenizer manager."""
 
-    def __init__(self, manager: Any, host: Host) -> None:
-        self._manager, self._host = manager, host
+    def __init__(self, manager: Any, schedulers: Schedulers) -> None:
+        self._manager, self._schedulers = manager, schedulers
         self._busy = asyncio.Lock()
         self._mine = False
         """Whether it is a version that calls wait for."""
@@ -70,14 +70,14 @@ class ManagerGuard:
 
     async def _owned(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
         """A call that may change the weights: until it is seen what it did, answers say that nobody knows."""
-        await self._host.quiet()
+        await self._schedulers.quiet()
         self.calling = name
         try:
             await self._show(UNKNOWN)
             try:
                 return await call()
             finally:
-                state, _ = await self._host.left()
+                state, _ = await self._schedulers.left()
                 # A label that the call has given SGLang is none of the trainer's.
                 await self._show(self._shown if state in ("held", "released") else UNKNOWN)
                 if state == "lost":
@@ -119,7 +119,7 @@ class ManagerGuard:
             await self._busy.acquire()
             self._mine = True
         try:
-            reason = await self._host.why_interrupted()
+            reason = await self._schedulers.why_interrupted()
             if reason:
                 raise Interrupted(reason)
             self._held = True

@@ -23,7 +23,7 @@ from awex_core.version import Version
 from sglang_awex import compat
 from sglang_awex.calls import ROUTES
 from sglang_awex.guard import ManagerGuard
-from sglang_awex.worker import DONE, FAILED, RUNNING, Word, command_action, read_word
+from sglang_awex.worker import DONE, FAILED, RUNNING, Report, command_action, read_report
 
 _FLUSH_LIMIT_S = 30.0
 _WAIT_S = 0.5
@@ -99,25 +99,25 @@ class SglangHost:
         return ("foreign", self._guard.calling) if self._guard.calling else await self.left()
 
     async def left(self) -> tuple[WeightsState, str]:
-        """See ``guard.Host``."""
-        return worst({word.state: word.reason for word in await self._words()})
+        """See ``guard.Schedulers``."""
+        return worst({report.state: report.reason for report in await self._reports()})
 
     async def why_interrupted(self) -> str:
-        """See ``guard.Host``."""
-        words = await self._words()
-        asleep = [word.reason for word in words if word.state == "released"]
-        return next(iter([*asleep, *(word.touched for word in words if word.touched)]), "")
+        """See ``guard.Schedulers``."""
+        reports = await self._reports()
+        asleep = [report.reason for report in reports if report.state == "released"]
+        return next(iter([*asleep, *(report.touched for report in reports if report.touched)]), "")
 
     async def quiet(self) -> None:
-        """See ``guard.Host``."""
+        """See ``guard.Schedulers``."""
         await self._run_commands("quiet", [], 0.0)
 
     async def fail_requests(self) -> None:
         """See ``EngineHost.fail_requests``."""
         await self._guard.fail("the weights of this engine are incomplete after a failed update; see /awex/status")
 
-    async def _words(self) -> list[Word]:
-        return [read_word(answer) for answer in await self._ask("weights")]
+    async def _reports(self) -> list[Report]:
+        return [read_report(answer) for answer in await self._ask("weights")]
 
     async def _run(self, command: str, *arguments: str, wait_s: float = 0.0) -> None:
         """Have every rank carry out a command; ranks report failures of a version to the meta server."""

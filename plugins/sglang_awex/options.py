@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from awex_core.errors import ConfigError
+from awex_core.errors import ConfigError, list_faults
 from awex_core.settings import options
+from awex_core.settings.options import EngineOptions
 from awex_core.settings.variables import check_names
-from sglang_awex.refusals import check_settings
+from sglang_awex.refusals import refused_settings
 
 
 def enabled() -> bool:
@@ -37,28 +38,34 @@ def export_options(settings: Mapping[str, Any]) -> None:
     """
     if settings["nnodes"] > 1 and not os.environ.get("AWEX_ENGINE"):
         raise ConfigError("an engine on several nodes needs --weight-sync-engine NAME, the same on all of them")
-    engine = options.export_engine(
+    options.export_engine(
         "sglang",
         workers=settings["tp_size"] * settings["pp_size"] * settings["dp_size"],
         dummy_weights=settings["load_format"] == "dummy",
         starts=True,
     )
-    if engine.kv == "keep" and not settings["disable_radix_cache"]:
-        raise ConfigError(
+    check_settings(settings)
+    options.check_meta_server()
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse what does not go with following a trainer; arguments as ``export_options``.
+
+    Raises:
+        ConfigError: names each setting, and why.
+    """
+    faults, kv = refused_settings(settings), EngineOptions.from_env().kv
+    if kv == "keep" and not settings["disable_radix_cache"]:
+        faults.append(
             "--weight-sync-kv=keep needs --disable-radix-cache: SGLang cannot drop cached prefixes that running "
             "requests hold, so new requests would reuse KV of older weights"
         )
-    if settings["pp_size"] > 1 and engine.kv != "abort":
-        raise ConfigError(
+    if settings["pp_size"] > 1 and kv != "abort":
+        faults.append(
             "--pp-size above 1 needs --weight-sync-kv=abort: SGLang's pipeline goes on computing while paused, so "
             "requests in flight would meet two versions; with abort none is in flight"
         )
-    check_settings(settings)
-    if settings["tokenizer_worker_num"] > 1:
-        raise ConfigError(
-            "--weight-sync-backend=awex does not support --tokenizer-worker-num above 1: the control task needs "
-            "the one process through which all requests pass"
-        )
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
-        raise ConfigError("--weight-sync-backend=awex does not support SGLANG_RUST_SERVER: nobody would pause requests")
-    options.check_meta_server()
+        faults.append("SGLANG_RUST_SERVER: nobody would pause requests")
+    if faults:
+        raise ConfigError(list_faults("--weight-sync-backend=awex does not go with", faults))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from awex_core.errors import ConfigError
 from sglang_awex import compat
 
 _UNSET = (None, False, 0, -1, "", "off", "null")
@@ -35,6 +34,7 @@ _SETTINGS = {
     "offload_group_size": "offloaded weights are not where the engine computes",
     "ple_offload_embedding": "offloaded weights are not where the engine computes",
     "kt_weight_path": "experts come from a file of their own",
+    "tokenizer_worker_num": "the control task needs the one process through which all requests pass",
 }
 """By field of SGLang's ``ServerArgs``: why a value that is not its default is refused."""
 
@@ -51,14 +51,9 @@ def refused_settings(settings: Mapping[str, Any]) -> list[str]:
 def _harmless(name: str, value: Any) -> bool:
     if name == "speculative_algorithm":
         return str(value).upper() == "NGRAM"
+    if name == "tokenizer_worker_num":
+        return value == 1
     return not value  # an empty list
-
-
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for the first thing that is refused."""
-    for fault in refused_settings(settings):
-        flag, _, reason = fault.partition(": ")
-        raise ConfigError(f"--weight-sync-backend=awex does not support {flag}: {reason}")
 
 
 def why_unsupported(manager: Any, model: torch.nn.Module) -> list[str]:

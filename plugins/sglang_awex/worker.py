@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import msgspec
 
-from awex_core.engines.calls import Call
+from awex_core.engines.calls import OWNED
 from awex_core.meta.messages import WeightsState
 from awex_core.protocol.owning import ORDER
 from awex_core.settings.config import SyncConfig
@@ -29,7 +29,7 @@ from awex_core.sync.reader import WeightReader
 from awex_core.version import UNKNOWN, Version
 from sglang_awex import compat
 from sglang_awex.calls import DESTROYS, HARMLESS_RPCS, LOSES, REQUESTS
-from sglang_awex.layout import SglangWorkerModel
+from sglang_awex.model import SglangWorkerModel
 from sglang_awex.refusals import why_unsupported
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 _PREFIX = "awex:"
 
 DONE, RUNNING, FAILED = "done", "running", "failed"
-
-_OWNED = Call("owned")
 
 _FOREIGN_S = 60.0
 """How long a call that is not ours waits for what this rank does for us just then."""
@@ -49,7 +47,7 @@ def command_action(command: str, *arguments: Any) -> str:
     return f"{_PREFIX}{os.environ[COMMAND_KEY]}:{command}:{json.dumps(arguments)}"
 
 
-class Word(msgspec.Struct, frozen=True):
+class Report(msgspec.Struct, frozen=True):
     """What a replica's ranks say of their weights; ``touched``: by which call they were since ``connect``."""
 
     state: WeightsState
@@ -57,9 +55,9 @@ class Word(msgspec.Struct, frozen=True):
     touched: str
 
 
-def read_word(answer: str) -> Word:
+def read_report(answer: str) -> Report:
     """A replica's answer to ``weights``."""
-    return msgspec.json.decode(answer, type=Word)
+    return msgspec.json.decode(answer, type=Report)
 
 
 class Worker:
@@ -78,17 +76,17 @@ class Worker:
         if command == "wait":
             return self._wait(*arguments)
         if command == "weights":
-            return self._word()
+            return self._report()
         self._work = self._thread.submit(self._carry_out, command, getattr(self, f"_{command}"), arguments)
         return RUNNING
 
-    def _word(self) -> str:
+    def _report(self) -> str:
         reader = self._reader
         state = reader.ownership.state if reader is not None else "held"
         reason = reader.ownership.reason if reader is not None else ""
         found = cast(WeightsState, compat.agree(self._manager.tp_cpu_group, state, ORDER))
         reason = reason if found == state else f"another rank's weights are {found}"
-        return msgspec.json.encode(Word(found, reason, self._touched)).decode()
+        return msgspec.json.encode(Report(found, reason, self._touched)).decode()
 
     # Calls that are not ours
 
@@ -197,7 +195,7 @@ def around_check_weights(original: Any, manager: Any, request: Any) -> Any:
 def after_dispatcher(_: Any, scheduler: Any) -> None:
     """Hook, once a scheduler knows who handles which request: bracket those that may change or move the weights."""
     for kind, handle in compat.request_handlers(scheduler).items():
-        if REQUESTS.get(kind.__name__, _OWNED).kind == "owned":
+        if REQUESTS.get(kind.__name__, OWNED).kind == "owned":
             compat.request_handlers(scheduler)[kind] = _bracketed(scheduler, kind.__name__, handle)
 
 

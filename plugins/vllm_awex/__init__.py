@@ -7,7 +7,7 @@ calls      vLLM's own calls, and what each does to the engine
 refusals   what of vLLM does not go with following a trainer
 guard      the engine's core, which all calls pass: who pauses, who has changed weights
 worker     one worker: vLLM's ``WeightTransferEngine`` named ``awex``
-layout     one worker's parameters, traced through vLLM's own loader
+model      one worker's parameters, traced through vLLM's own loader
 host       one engine: pause, receive, resume; status and refusal over HTTP
 kept       what no checkpoint fills, and may stay as it is
 compat     the only file that touches private vLLM names

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from awex_core.engines.calls import Call
+from awex_core.engines.calls import OWNED, Call
 from awex_core.errors import ConfigError, first_line
 from awex_core.meta.messages import WeightsState
 from awex_core.protocol.owning import worst
@@ -27,8 +27,6 @@ from vllm_awex import compat
 from vllm_awex.calls import CORE, DESTROYS, LOSES, OFFLINE, WORKER
 
 logger = logging.getLogger(__name__)
-
-_OWNED = Call("owned")
 
 
 def install(core: Any) -> None:
@@ -73,7 +71,7 @@ class CoreGuard:
     def _received(self, kind: Any, request: Any) -> None:
         """Refuse a request, have it wait for the version on its way, or let it through."""
         name = compat.utility_name(kind, request)
-        call = CORE.get(name, _OWNED) if name else Call("internal")
+        call = CORE.get(name, OWNED) if name else Call("internal")
         if self._refuses(name, call):
             compat.answer_failed(self._core, request, f"{name} is refused: {call.note}")
         elif call.kind in ("waits", "owned") and self._updating:
@@ -234,7 +232,7 @@ def _like(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..
 
 def _worker_call(method: Any) -> Call:
     """What a call to the workers is; a function may do anything."""
-    return WORKER.get(method, _OWNED) if isinstance(method, str) else _OWNED
+    return WORKER.get(method, OWNED) if isinstance(method, str) else OWNED
 
 
 def _memory_after(name: str, rest: tuple[Any, ...], options: Mapping[str, Any]) -> bool | None:

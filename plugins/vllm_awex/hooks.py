@@ -60,7 +60,7 @@ def hook_flags() -> None:
     def create_engine_config(self: Any, *rest: Any, **kwargs: Any) -> Any:
         config = resolve_original(self, *rest, **kwargs)
         if compat.follows(config):
-            options.check_configuration(config)
+            options.check_settings(config)
             compat.hook_core(install)
             compat.hook_workers()
         return config

@@ -9,7 +9,7 @@ from typing import Any
 from awex_core.errors import ConfigError, list_faults
 from awex_core.settings import options
 from awex_core.settings.options import EngineOptions
-from vllm_awex.refusals import refused_configurations
+from vllm_awex.refusals import refused_settings
 
 
 def export_options(args: argparse.Namespace) -> None:
@@ -38,13 +38,13 @@ def export_options(args: argparse.Namespace) -> None:
     options.check_meta_server()
 
 
-def check_configuration(config: Any) -> None:
+def check_settings(config: Any) -> None:
     """Refuse what does not go with following a trainer, in a resolved ``VllmConfig``; before any model is loaded.
 
     Raises:
         ConfigError: names each setting, and why.
     """
-    faults = refused_configurations(config)
+    faults = refused_settings(config)
     if EngineOptions.from_env().kv == "keep" and config.cache_config.enable_prefix_caching:
         faults.append(
             "--weight-sync-kv=keep needs --no-enable-prefix-caching: vLLM cannot drop cached blocks that running "

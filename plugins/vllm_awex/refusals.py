@@ -43,7 +43,7 @@ def _several_servers(config: Any) -> bool:
     return bool(shared) and parallel.data_parallel_size > 1
 
 
-_CONFIGURATIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+_SETTINGS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("--enable-lora", lambda c: c.lora_config is not None, "adapters are not synced"),
     (
         "--speculative-config with a draft model",
@@ -95,14 +95,14 @@ _CONFIGURATIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Flag, whether a ``VllmConfig`` has it, and why it is refused."""
 
 
-def refused_configurations(config: Any) -> list[str]:
+def refused_settings(config: Any) -> list[str]:
     """What of a resolved configuration is refused, and why."""
-    return [f"{flag}: {reason}" for flag, has, reason in _CONFIGURATIONS if has(config)]
+    return [f"{flag}: {reason}" for flag, has, reason in _SETTINGS if has(config)]
 
 
 def why_unsupported(worker: Any, model: torch.nn.Module, config: Any) -> list[str]:
     """What of a worker's configuration, and of what it has loaded, is refused."""
-    faults = refused_configurations(config)
+    faults = refused_settings(config)
     drafts = {name for module in compat.drafts(worker) for name in _names_beside(module, model)}
     if drafts and not any("draft" in fault for fault in faults):
         some = ", ".join(sorted(drafts)[:3])

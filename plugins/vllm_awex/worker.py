@@ -23,7 +23,7 @@ from awex_core.settings.options import EngineOptions
 from awex_core.sync.process import device_name
 from awex_core.sync.reader import WeightReader
 from awex_core.version import Version
-from vllm_awex.layout import VllmWorkerModel
+from vllm_awex.model import VllmWorkerModel
 from vllm_awex.refusals import why_unsupported
 
 HARMLESS = "leaves_weights"

@@ -187,13 +187,13 @@ def test_wrong_flags_are_refused_before_any_process_is_started(
         "no meta server": (backend, {"AWEX_META_SERVER": ""}),
         "needs --disable-radix-cache": ([*right, "--weight-sync-kv=keep"], {}),
         "needs --weight-sync-kv=abort": ([*right, "--pp-size", "2"], {}),
-        "does not support --enable-lora": ([*right, "--enable-lora", "--lora-paths", "a=/b"], {}),
-        "does not support --tokenizer-worker-num": ([*right, "--tokenizer-worker-num", "2"], {}),
-        "does not support --speculative-algorithm": (
+        "does not go with\n  - --enable-lora: ": ([*right, "--enable-lora", "--lora-paths", "a=/b"], {}),
+        "does not go with\n  - --tokenizer-worker-num: ": ([*right, "--tokenizer-worker-num", "2"], {}),
+        "does not go with\n  - --speculative-algorithm: ": (
             [*right, "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(model)],
             {},
         ),
-        "does not support --weight-cache-mode": ([*right, "--weight-cache-mode", "client"], {}),
+        "does not go with\n  - --weight-cache-mode: ": ([*right, "--weight-cache-mode", "client"], {}),
         "needs --weight-sync-engine": ([*right, "--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "h:1"], {}),
         "token": (right, {"AWEX_TOKEN_FILE": str(wrong_token_file)}),
     }

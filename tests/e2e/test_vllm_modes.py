@@ -171,7 +171,7 @@ import vllm.entrypoints.launchers.api_server.entry
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm_awex.options import check_configuration
+from vllm_awex.options import check_settings
 
 parser = make_arg_parser(FlexibleArgumentParser())
 for given, fields in json.load(sys.stdin):
@@ -184,7 +184,7 @@ for given, fields in json.load(sys.stdin):
             config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         for name, value in fields.items():  # what vLLM resolves so on GPUs only
             setattr(config.parallel_config, name, value)
-        check_configuration(config)
+        check_settings(config)
         print(json.dumps("accepted"))
     except Exception as error:
         print(json.dumps(f"{type(error).__name__}: {error}"))

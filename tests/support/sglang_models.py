@@ -58,7 +58,7 @@ def built(cell: Cell, checkpoint: Path, place: Place, *, follows: bool) -> Itera
     runner = _runner(cell, checkpoint, place)
 
     def worker() -> Any:
-        from sglang_awex.layout import SglangWorkerModel
+        from sglang_awex.model import SglangWorkerModel
 
         return SglangWorkerModel(runner)
 

@@ -124,7 +124,7 @@ def built(cell: Cell, checkpoint: Path, place: Place, *, follows: bool) -> Itera
         model = get_model(vllm_config=config)
 
         def worker() -> Any:
-            from vllm_awex.layout import VllmWorkerModel
+            from vllm_awex.model import VllmWorkerModel
 
             return VllmWorkerModel(model, config, torch.device("cpu"))
 
