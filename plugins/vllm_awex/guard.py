@@ -170,9 +170,9 @@ class CoreGuard:
         """Have every worker do something; its failures go to the meta server."""
         if name == "connect":
             self._interrupted = ""
-        self._command_workers(name, *arguments)
+        found = self._command_workers(name, *arguments)
         if name in ("receive", "repair"):
-            self.weights, self.reason = worst(dict(self._command_workers("state")))
+            self.weights, self.reason = worst(dict(found))
 
     def _do_weights(self) -> list[str]:
         return [self.weights, self.reason]

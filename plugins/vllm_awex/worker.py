@@ -91,19 +91,23 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
             "prefetch": lambda: self.reader.prefetch(),
             "receive": self._receive,
             "release": lambda: self.reader.finish(),
-            "repair": lambda: self.reader.repair(),
+            "repair": self._repair,
             "begin": self._begin,
             "end": self._end,
-            "state": self._state,
             "meet": lambda: None,
         }
         return commands[name](*arguments)
 
-    def _receive(self, version: str) -> None:
+    def _receive(self, version: str) -> tuple[str, str]:
         try:
             self.reader.receive(Version.parse(version))
         finally:
             self.reader.finish()
+        return self._state()
+
+    def _repair(self) -> tuple[str, str]:
+        self.reader.repair()
+        return self._state()
 
     def _begin(self, call: str) -> str:
         """``begun``; nothing if the call need not be watched; else why it must not be made yet."""
