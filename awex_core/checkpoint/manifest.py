@@ -15,7 +15,7 @@ import msgspec
 from awex_core.errors import ConfigError, LayoutError
 from awex_core.layout.dtypes import dtype_code
 from awex_core.layout.layout import CanonicalTensor, content_hash
-from awex_core.layout.wire import MAX_NDIM, MAX_SIZE, encode_manifest
+from awex_core.layout.wire import MAX_NDIM, MAX_SIZE
 
 FORMAT = "awex-manifest/1"
 ALIGNMENT = 256
@@ -65,7 +65,7 @@ def map_memory(tensors: Sequence[CanonicalTensor], *, checksums: Mapping[str, st
 
 def structure_of(tensors: Sequence[CanonicalTensor]) -> str:
     """A hash of names, shapes and dtypes: two models with the same one differ in values only."""
-    return content_hash(encode_manifest(tensors))
+    return content_hash(msgspec.msgpack.encode([(spec.name, spec.shape, spec.dtype) for spec in sorted(tensors)]))
 
 
 def with_dtype(tensors: Sequence[CanonicalTensor], dtype: str) -> list[CanonicalTensor]:
