@@ -129,6 +129,11 @@ class Layout:
         return int(self.start.shape[1])
 
     @functools.cached_property
+    def shape(self) -> IntArray:
+        """Global shape of each tensor, shape ``[T, D]``, padded with 1."""
+        return shape_columns(self.tensors, self.ndim)
+
+    @functools.cached_property
     def itemsize(self) -> IntArray:
         """Bytes per element of each shard, shape ``[N]``."""
         return np.asarray(ITEMSIZE, dtype=np.int64)[self.dtype]
@@ -240,7 +245,7 @@ def check_layout(layout: Layout) -> None:
         _check_constant(constant, layout.buffers)
     if not len(layout):
         return
-    shape = shape_columns(layout.tensors, layout.ndim)[layout.tensor]
+    shape = layout.shape[layout.tensor]
     # Written so that no sum can wrap around, whatever a message says.
     outside = ((layout.start < 0) | (layout.extent < 1) | (layout.extent > shape - layout.start)).any(axis=1)
     if outside.any():
@@ -324,7 +329,9 @@ def _check_constant(constant: Constant, buffers: Sequence[Buffer]) -> None:
 
 def shape_columns(tensors: Sequence[CanonicalTensor], ndim: int) -> IntArray:
     """Global shapes as ``[T, ndim]``, padded with 1."""
-    shape = np.ones((len(tensors), ndim), dtype=np.int64)
-    for row, spec in enumerate(tensors):
-        shape[row, : len(spec.shape)] = spec.shape
-    return shape
+    shapes = [spec.shape for spec in tensors]
+    distinct = {shape: place for place, shape in enumerate(dict.fromkeys(shapes))}  # a model has few
+    table = np.ones((len(distinct), ndim), dtype=np.int64)
+    for shape, place in distinct.items():
+        table[place, : len(shape)] = shape
+    return table[np.fromiter(map(distinct.__getitem__, shapes), dtype=np.int64, count=len(shapes))]

@@ -10,8 +10,8 @@ check that they computed the same.
 """
 
 from awex_core.plan.cells import SourceIndex, index_sources
-from awex_core.plan.copies import CopyTable, check_precision, choose_replicas, plan_copies, unused_tensors
-from awex_core.plan.program import CopyProgram, lower_copies
+from awex_core.plan.copies import CopyTable, check_precision, choose_replicas, plan_copies, plan_part, unused_tensors
+from awex_core.plan.program import CopyProgram, lower_all, lower_copies
 from awex_core.plan.select import check_patterns, matching_names, select_tensors, take_tensors
 from awex_core.plan.sharing import check_distinct, destination_faults
 
@@ -25,9 +25,11 @@ __all__ = [
     "choose_replicas",
     "destination_faults",
     "index_sources",
+    "lower_all",
     "lower_copies",
     "matching_names",
     "plan_copies",
+    "plan_part",
     "select_tensors",
     "take_tensors",
     "unused_tensors",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from awex_core.errors import PlanError
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.plan.boxes import IntArray, group_rows, join
+from awex_core.plan.replicas import Candidates, all_replicas, spread
 from awex_core.plan.sharing import source_faults
 
 
@@ -35,6 +37,8 @@ class SourceIndex:
     row: IntArray
     cell_first: IntArray
     cell_count: IntArray
+    _found: dict[int, tuple[Sequence[CanonicalTensor], IntArray]] = field(default_factory=dict, repr=False)
+    """By identity; the tensors are kept, so that no others come to be at their address."""
 
     @functools.cached_property
     def ids(self) -> dict[str, int]:
@@ -46,10 +50,46 @@ class SourceIndex:
         """Memory that two source shards share and should not."""
         return tuple(source_faults(self.layouts))
 
+    @functools.cached_property
+    def volume(self) -> IntArray:
+        """Elements of each cell, shape ``[U]``."""
+        return self.extent.prod(axis=1)
+
+    @functools.cached_property
+    def replicas(self) -> Candidates:
+        """Every replica of each cell."""
+        return all_replicas(self.first)
+
+    @functools.cached_property
+    def turns(self) -> IntArray:
+        """Whose turn it is at each cell where no replica is nearer than another, shape ``[U]``."""
+        return spread(self.replicas, self.rank, self.volume, np.arange(len(self.tensor)))
+
+    @functools.cached_property
+    def row_first(self) -> IntArray:
+        """How many shards the ranks before each have, and all have, shape ``[R + 1]``."""
+        return _begins([len(layout) for layout in self.layouts])
+
+    @functools.cached_property
+    def dtype(self) -> IntArray:
+        """Dtype code of every shard, rank after rank."""
+        return np.concatenate([layout.dtype for layout in self.layouts])
+
     def find(self, tensors: Sequence[CanonicalTensor]) -> IntArray:
         """Index of each tensor by its name, -1 where there is none; shape ``[T]``."""
-        names = [spec.name for spec in tensors]
-        return np.fromiter(map(self.ids.get, names, itertools.repeat(-1)), dtype=np.int64, count=len(names))
+        # Workers mostly share the tensors of one manifest, and a look-up by name takes longer than all else of a pair.
+        known = self._found.get(id(tensors))
+        if known is None:
+            names = [spec.name for spec in tensors]
+            index = np.fromiter(map(self.ids.get, names, itertools.repeat(-1)), dtype=np.int64, count=len(names))
+            known = self._found[id(tensors)] = (tensors, index)
+        return known[1]
+
+    def held_by(self, rank: int) -> npt.NDArray[np.bool_]:
+        """Of each tensor, whether a rank has some of it; the last, False, is for any that no rank has; ``[T + 1]``."""
+        held = np.zeros(len(self.tensors) + 1, dtype=bool)
+        held[self.find(self.layouts[rank].tensors)] = True
+        return held
 
 
 def index_sources(layouts: Sequence[Layout]) -> SourceIndex:
@@ -78,12 +118,17 @@ def index_sources(layouts: Sequence[Layout]) -> SourceIndex:
         tensor=cell_tensor,
         start=cell_start,
         extent=cell_extent,
-        first=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        first=_begins(counts),
         rank=rank,
         row=row,
         cell_first=np.cumsum(per_tensor) - per_tensor,
         cell_count=per_tensor,
     )
+
+
+def _begins(counts: npt.ArrayLike) -> IntArray:
+    """Where each of some runs begins, and the last ends; shape ``[N + 1]``."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 _Cells = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray]
@@ -146,6 +191,11 @@ def _overlapping_tensors(tensor: IntArray, start: IntArray, extent: IntArray) ->
     high = np.minimum(start[i] + extent[i], start[j] + extent[j])
     touching = (i != j) & (high > low).all(axis=1)
     return [int(t) for t in np.unique(tensor[i[touching]])]
+
+
+def holds_each_once(layout: Layout) -> bool:
+    """Whether no two shards of a layout share an element of a tensor."""
+    return not len(layout) or not _overlapping_tensors(layout.tensor, layout.start, layout.extent)
 
 
 def _not_sliced_along_one_axis(tensor: IntArray, start: IntArray, extent: IntArray) -> IntArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.runs import IntArray
 from awex_core.plan.boxes import Box, describe, join, subtract
 from awex_core.plan.cells import SourceIndex, index_sources, pad_columns
+from awex_core.plan.replicas import nearest_replicas, spread
 from awex_core.plan.sharing import destination_faults, twins
 
 
@@ -36,8 +38,8 @@ class CopyTable:
     def __len__(self) -> int:
         return len(self.src_rank)
 
-    def select(self, keep: npt.NDArray[np.bool_]) -> CopyTable:
-        """The copies where ``keep`` is true, in the same order."""
+    def select(self, keep: npt.NDArray[np.bool_] | npt.NDArray[np.intp] | slice) -> CopyTable:
+        """Some of the copies; to be ordered as they are."""
         return CopyTable(
             self.destination,
             self.src_rank[keep],
@@ -49,7 +51,8 @@ class CopyTable:
 
     def from_rank(self, rank: int) -> CopyTable:
         """The copies that leave source ``rank``."""
-        return self.select(self.src_rank == rank)
+        begin, end = np.searchsorted(self.src_rank, [rank, rank + 1]).tolist()
+        return self.select(slice(begin, end))
 
     @property
     def nbytes(self) -> IntArray:
@@ -58,19 +61,28 @@ class CopyTable:
 
     def fingerprint(self) -> str:
         """Equal on both ends of a pair exactly when they planned the same pieces in the same order."""
-        seeds = tensor_seeds(self.destination.tensors)[self.destination.tensor[self.dst_row]]
+        tensor = self.destination.tensor[self.dst_row]
+        seeds = seeds_of(self.destination.tensors, tensor)
         hasher = hashlib.blake2b(digest_size=16)
         for column in (seeds, self.start, self.extent, self.destination.dtype[self.dst_row]):
             hasher.update(np.ascontiguousarray(column).tobytes())
         return hasher.hexdigest()
 
 
-def tensor_seeds(tensors: Sequence[CanonicalTensor]) -> npt.NDArray[np.uint64]:
+def tensor_seeds(tensors: Iterable[CanonicalTensor]) -> npt.NDArray[np.uint64]:
     """A 64-bit number per tensor name, the same in every process."""
-    return np.asarray(
-        [int.from_bytes(hashlib.blake2b(spec.name.encode(), digest_size=8).digest(), "little") for spec in tensors],
-        dtype=np.uint64,
-    )
+    return np.asarray([_seed(spec.name) for spec in tensors], dtype=np.uint64)
+
+
+def seeds_of(tensors: Sequence[CanonicalTensor], index: IntArray) -> npt.NDArray[np.uint64]:
+    """Of each index into some tensors, the tensor's seed; only those that occur are worked out."""
+    used, which = np.unique(index, return_inverse=True)
+    return tensor_seeds(tensors[t] for t in used.tolist())[which]
+
+
+@functools.lru_cache(maxsize=1 << 18)
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def plan_copies(
@@ -96,117 +108,120 @@ def plan_copies(
         PlanError: a destination element would be written never or twice, or a
             piece has another shape or a dtype no rule converts.
     """
-    to_source = sources.find(destination.tensors)
+    rows = np.arange(len(destination), dtype=np.int64)
+    table = _intersect(sources, destination, rows, rank, distance)
+    _refuse([*_part_faults(sources, table, rows, rank), *destination_faults(sources.layouts, destination, rank)], rank)
+    return _ordered(table)
+
+
+def plan_part(
+    sources: SourceIndex,
+    destination: Layout,
+    source: int,
+    *,
+    rank: int = 0,
+    distance: Sequence[int] | None = None,
+) -> CopyTable:
+    """What ``plan_copies`` plans from one source rank, at the cost of the tensors that it holds.
+
+    Raises:
+        PlanError: one of these tensors is not complete, or does not fit. Whether all of the destination is complete
+            the destination proves, which plans all of it.
+    """
+    mine = sources.held_by(source)[sources.find(destination.tensors)]
+    rows = np.flatnonzero(mine[destination.tensor]) if len(destination) else destination.tensor
+    table = _intersect(sources, destination, rows, rank, distance)
+    _refuse([*_part_faults(sources, table, rows, rank)], rank)
+    return _ordered(table.select(table.src_rank == source))
+
+
+def _intersect(
+    sources: SourceIndex, destination: Layout, rows: IntArray, rank: int, distance: Sequence[int] | None
+) -> CopyTable:
+    """The copies into some rows, unordered."""
     ndim = max(destination.ndim, sources.start.shape[1])
-    start, extent = pad_columns(destination.start, ndim, 0), pad_columns(destination.extent, ndim, 1)
+    start, extent = pad_columns(destination.start[rows], ndim, 0), pad_columns(destination.extent[rows], ndim, 1)
     cell_start, cell_extent = pad_columns(sources.start, ndim, 0), pad_columns(sources.extent, ndim, 1)
-    group = to_source[destination.tensor] if len(destination) else destination.tensor
+    tensor = destination.tensor[rows]
+    group = sources.find(destination.tensors)[tensor] if len(rows) else tensor
     i, u = join(group, sources.cell_first, sources.cell_count)
     low = np.maximum(start[i], cell_start[u])
     high = np.minimum(start[i] + extent[i], cell_start[u] + cell_extent[u])
     hit = (high > low).all(axis=1)
     i, u, low, high = i[hit], u[hit], low[hit], high[hit]
-    replica = choose_replicas(sources, rank, distance)[u]
-    table = CopyTable(destination, sources.rank[replica], sources.row[replica], i, low, high - low)
-    _check(sources, table, to_source, rank)
-    order = np.lexsort((*table.start.T[::-1], table.dst_row, table.src_rank))
-    return CopyTable(
-        destination,
-        table.src_rank[order],
-        table.src_row[order],
-        table.dst_row[order],
-        table.start[order],
-        table.extent[order],
-    )
+    replica = choose_replicas(sources, rank, distance, u)
+    return CopyTable(destination, sources.rank[replica], sources.row[replica], rows[i], low, high - low)
 
 
-def choose_replicas(sources: SourceIndex, rank: int = 0, distance: Sequence[int] | None = None) -> IntArray:
-    """For each cell, which entry of ``sources.rank`` serves destination ``rank``; shape ``[U]``."""
-    count = np.diff(sources.first)
-    head = sources.first[:-1]
-    candidates = np.arange(len(sources.rank), dtype=np.int64)
-    if distance is not None:
+def _ordered(table: CopyTable) -> CopyTable:
+    return table.select(np.lexsort((*table.start.T[::-1], table.dst_row, table.src_rank)))
+
+
+def choose_replicas(
+    sources: SourceIndex, rank: int = 0, distance: Sequence[int] | None = None, cells: IntArray | None = None
+) -> IntArray:
+    """For each of some cells, which entry of ``sources.rank`` serves destination ``rank``; all if none are named."""
+    cells = np.arange(len(sources.tensor), dtype=np.int64) if cells is None else cells
+    if distance is None or len(set(distance)) == 1:
+        among, turn = sources.replicas, sources.turns[cells]
+    else:
         far = np.asarray(distance, dtype=np.int64)[sources.rank]
-        cell = np.repeat(np.arange(len(count)), count)
-        candidates = np.lexsort((sources.rank, far, cell))
-        nearest = np.minimum.reduceat(far, head) if len(head) else far
-        count = np.bincount(cell[far == nearest[cell]], minlength=len(count)).astype(np.int64)
-    turn = _turns(sources, count, candidates[head])
-    return candidates[head + (turn + rank) % count]
+        among = nearest_replicas(sources.first, far)
+        turn = spread(among, sources.rank, sources.volume, cells)
+    return among.entries[among.head[cells] + (turn + rank) % among.count[cells]]
 
 
-def _turns(sources: SourceIndex, count: IntArray, first_candidate: IntArray) -> IntArray:
-    """Spread cells over their replicas: walk through each replica set by bytes, one share after another."""
-    size = sources.extent.prod(axis=1)
-    set_key = sources.rank[first_candidate] * (int(count.max(initial=1)) + 1) + count
-    order = np.argsort(set_key, kind="stable")
-    key, volume = set_key[order], size[order]
-    new = np.flatnonzero(np.diff(key, prepend=-1))
-    total = np.add.reduceat(volume, new) if len(new) else volume
-    group = np.cumsum(np.diff(key, prepend=-1) != 0) - 1
-    before = np.cumsum(volume) - volume
-    middle = before - before[new][group] + volume // 2
-    turn = np.empty(len(size), dtype=np.int64)
-    turn[order] = middle * count[order] // np.maximum(total[group], 1)
-    return turn
-
-
-def _check(sources: SourceIndex, table: CopyTable, to_source: IntArray, rank: int) -> None:
-    """The coverage proof: collect every fault, raise once."""
-    faults = [
-        *_shape_faults(sources, table.destination, to_source, rank),
-        *_missing_faults(sources, table, to_source, rank),
-        *_dtype_faults(sources, table, rank),
-        *sources.faults,
-        *destination_faults(sources.layouts, table.destination, rank),
-    ]
+def _refuse(faults: Sequence[str], rank: int) -> None:
+    """The coverage proof: every fault is collected, and all are raised at once."""
     if faults:
         raise PlanError(f"the layouts do not fit together: {len(faults)} piece(s) of destination rank {rank}", faults)
 
 
-def _shape_faults(sources: SourceIndex, destination: Layout, to_source: IntArray, rank: int) -> Iterable[str]:
-    found = to_source.tolist()
-    if -1 not in found and [spec.shape for spec in destination.tensors] == [
-        sources.tensors[source].shape for source in found
-    ]:
-        return
-    for spec, source in zip(destination.tensors, found, strict=True):
-        if source >= 0 and sources.tensors[source].shape != spec.shape:
-            yield (
-                f"{spec.name}: destination rank {rank} expects shape {spec.shape}, "
-                f"the source has {sources.tensors[source].shape}"
-            )
+def _part_faults(sources: SourceIndex, table: CopyTable, rows: IntArray, rank: int) -> Iterable[str]:
+    """What is wrong with the copies into some rows."""
+    yield from _shape_faults(sources, table.destination, np.unique(table.destination.tensor[rows]), rank)
+    yield from _missing_faults(sources, table, rows, rank)
+    yield from _dtype_faults(sources, table, rank)
+    yield from sources.faults
 
 
-def _missing_faults(sources: SourceIndex, table: CopyTable, to_source: IntArray, rank: int) -> Iterable[str]:
+def _shape_faults(sources: SourceIndex, destination: Layout, used: IntArray, rank: int) -> Iterable[str]:
+    found = sources.find(destination.tensors)[used] if len(used) else used
+    for tensor, source in zip(used[found >= 0].tolist(), found[found >= 0].tolist(), strict=True):
+        have, want = sources.tensors[source].shape, destination.tensors[tensor].shape
+        if have != want:
+            name = destination.tensors[tensor].name
+            yield f"{name}: destination rank {rank} expects shape {want}, the source has {have}"
+
+
+def _missing_faults(sources: SourceIndex, table: CopyTable, rows: IntArray, rank: int) -> Iterable[str]:
     # Cells are disjoint, so a shard is written completely, and each element once, exactly when the volumes agree.
-    written = np.bincount(
-        table.dst_row, weights=table.extent.prod(axis=1).astype(np.float64), minlength=len(table.destination)
-    )
-    for count, row in enumerate(np.flatnonzero(written.astype(np.int64) != table.destination.volume)):
-        shard = table.destination.shard(int(row))
+    destination = table.destination
+    volume = table.extent.prod(axis=1).astype(np.float64)
+    written = np.bincount(table.dst_row, weights=volume, minlength=len(destination))[rows].astype(np.int64)
+    for count, row in enumerate(rows[written != destination.volume[rows]].tolist()):
+        shard = destination.shard(row)
         if count >= MAX_LISTED_FAULTS:  # only counted, so not worth finding the exact boxes
             yield f"{shard.tensor.name}: incomplete on destination rank {rank}"
-            continue
-        if to_source[int(table.destination.tensor[row])] < 0:
+        elif sources.find(destination.tensors)[int(destination.tensor[row])] < 0:
             yield f"{shard.tensor.name}: destination rank {rank} needs it, no source rank has it"
-            continue
-        ndim = len(shard.start)
-        box: Box = (shard.start, tuple(s + e for s, e in zip(shard.start, shard.extent, strict=True)))
-        mine = table.dst_row == row
-        got = [
-            (tuple(s[:ndim]), tuple(e[:ndim]))
-            for s, e in zip(table.start[mine].tolist(), (table.start[mine] + table.extent[mine]).tolist(), strict=True)
-        ]
-        for hole in subtract(box, got):
-            yield f"{shard.tensor.name} {describe(hole)}: destination rank {rank} needs it, no source rank has it"
+        else:
+            for hole in _holes(table, row):
+                yield f"{shard.tensor.name} {describe(hole)}: destination rank {rank} needs it, no source rank has it"
+
+
+def _holes(table: CopyTable, row: int) -> list[Box]:
+    """What no copy writes of a row."""
+    shard = table.destination.shard(row)
+    ndim, mine = len(shard.start), table.dst_row == row
+    start, extent = table.start[mine, :ndim], table.extent[mine, :ndim]
+    written = [(tuple(low), tuple(high)) for low, high in zip(start.tolist(), (start + extent).tolist(), strict=True)]
+    box: Box = (shard.start, tuple(s + e for s, e in zip(shard.start, shard.extent, strict=True)))
+    return subtract(box, written)
 
 
 def _dtype_faults(sources: SourceIndex, table: CopyTable, rank: int) -> Iterable[str]:
-    source_dtype = np.empty(len(table), dtype=np.int64)
-    for source, layout in enumerate(sources.layouts):
-        mine = table.src_rank == source
-        source_dtype[mine] = layout.dtype[table.src_row[mine]]
+    source_dtype = sources.dtype[sources.row_first[table.src_rank] + table.src_row]
     destination_dtype = table.destination.dtype[table.dst_row]
     pair = source_dtype * len(DTYPES) + destination_dtype
     for code in np.flatnonzero(np.bincount(pair)).tolist():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from awex_core.errors import PlanError
 from awex_core.layout.dtypes import ITEMSIZE
-from awex_core.layout.layout import Layout, shape_columns
+from awex_core.layout.layout import Layout
 from awex_core.layout.runs import IntArray
 from awex_core.plan.boxes import join
 from awex_core.plan.cells import SourceIndex, pad_columns
@@ -105,12 +106,66 @@ def lower_copies(table: CopyTable, sources: SourceIndex, src_rank: int) -> CopyP
     a box that needs more than two becomes several descriptors; neighbours that
     continue each other become one.
     """
-    mine = table.from_rank(src_rank)
-    dims = _dimensions(mine, sources.layouts[src_rank])
-    dims = _fold(dims)
-    dims = _expand(dims)
-    program = _descriptors(dims, mine, sources.layouts[src_rank])
-    return _merge_along(_merge_along(program, "cols"), "rows")
+    return _lower(table.from_rank(src_rank), sources.layouts, range(src_rank, src_rank + 1))[src_rank]
+
+
+def lower_all(table: CopyTable, sources: SourceIndex) -> dict[int, CopyProgram]:
+    """``lower_copies`` of every source rank, in one go."""
+    return _lower(table, sources.layouts, range(len(sources.layouts)))
+
+
+def lower_held(layout: Layout) -> CopyProgram:
+    """One descriptor or more for each shard of a layout, from where it lies to where it lies."""
+    rows = np.arange(len(layout), dtype=np.int64)
+    table = CopyTable(layout, np.zeros_like(rows), rows, rows, layout.start, layout.extent)
+    return _lower(table, [layout], range(1))[0]
+
+
+def _lower(table: CopyTable, layouts: Sequence[Layout], ranks: range) -> dict[int, CopyProgram]:
+    # Buffers of different ranks have different numbers here, so that nothing is merged over ranks.
+    first = np.cumsum([0, *(len(layout.buffers) for layout in layouts)])
+    source = _gather(table, layouts, first)
+    dims = _expand(_fold(_dimensions(table, source)))
+    program = _merge_along(_merge_along(_descriptors(dims, table, source), "cols"), "rows")
+    rank = np.searchsorted(first, program.src_buffer, side="right") - 1
+    program = dataclasses.replace(program, src_buffer=program.src_buffer - first[rank])
+    begin = np.searchsorted(rank, [*ranks, ranks.stop]).tolist()
+    return {rank: program.take(slice(*part)) for rank, part in zip(ranks, itertools.pairwise(begin), strict=True)}
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """Of each copy, the source's shard; as the columns of ``Layout``, buffers numbered over all ranks."""
+
+    buffer: IntArray
+    dtype: IntArray
+    offset: IntArray
+    start: IntArray
+    stride: IntArray
+
+
+def _gather(table: CopyTable, layouts: Sequence[Layout], first_buffer: IntArray) -> _Source:
+    ndim = table.start.shape[1]
+    ranks = np.unique(table.src_rank)
+    begin = np.searchsorted(table.src_rank, [*ranks, len(layouts)]).tolist()
+    parts = [
+        _shards(layouts[rank], table.src_row[slice(*part)], ndim, int(first_buffer[rank]))
+        for rank, part in zip(ranks.tolist(), itertools.pairwise(begin), strict=True)
+    ]
+    empty = np.empty(0, dtype=np.int64)
+    none = _Source(empty, empty, empty, *2 * (np.empty((0, ndim), dtype=np.int64),))
+    columns = [field.name for field in dataclasses.fields(_Source)]
+    return _Source(**{name: np.concatenate([getattr(part, name) for part in [none, *parts]]) for name in columns})
+
+
+def _shards(layout: Layout, rows: IntArray, ndim: int, first_buffer: int) -> _Source:
+    return _Source(
+        buffer=layout.buffer[rows] + first_buffer,
+        dtype=layout.dtype[rows],
+        offset=layout.offset[rows],
+        start=pad_columns(layout.start[rows], ndim, 0),
+        stride=pad_columns(layout.stride[rows], ndim, 0),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,30 +186,24 @@ class _Dims:
         )
 
 
-def _dimensions(table: CopyTable, source: Layout) -> _Dims:
-    destination, ndim = table.destination, table.start.shape[1]
-    src_start, src_stride = _side(source, table.src_row, ndim)
-    dst_start, dst_stride = _side(destination, table.dst_row, ndim)
-    used, which = np.unique(destination.tensor[table.dst_row], return_inverse=True)
-    shape = shape_columns([destination.tensors[t] for t in used.tolist()], ndim)[which]
+def _dimensions(table: CopyTable, source: _Source) -> _Dims:
+    destination, rows, ndim = table.destination, table.dst_row, table.start.shape[1]
+    dst_start, dst_stride = (pad_columns(each[rows], ndim, 0) for each in (destination.start, destination.stride))
+    shape = pad_columns(destination.shape[destination.tensor[rows]], ndim, 1)
     inner = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1]
     canonical_stride = np.concatenate([inner[:, 1:], np.ones((len(table), 1), dtype=np.int64)], axis=1)
     base = {
-        "src": source.offset[table.src_row] + ((table.start - src_start) * src_stride).sum(axis=1),
-        "dst": destination.offset[table.dst_row] + ((table.start - dst_start) * dst_stride).sum(axis=1),
+        "src": source.offset + ((table.start - source.start) * source.stride).sum(axis=1),
+        "dst": destination.offset[rows] + ((table.start - dst_start) * dst_stride).sum(axis=1),
         "canonical": (table.start * canonical_stride).sum(axis=1),
     }
-    strides = {"src": src_stride, "dst": dst_stride, "canonical": canonical_stride}
+    strides = {"src": source.stride, "dst": dst_stride, "canonical": canonical_stride}
     return _Dims(
         copy=np.arange(len(table), dtype=np.int64),
         extent=table.extent[:, ::-1],
         strides={end: value[:, ::-1] for end, value in strides.items()},
         base=base,
     )
-
-
-def _side(layout: Layout, rows: IntArray, ndim: int) -> tuple[IntArray, IntArray]:
-    return pad_columns(layout.start, ndim, 0)[rows], pad_columns(layout.stride, ndim, 0)[rows]
 
 
 def _fold(dims: _Dims) -> _Dims:
@@ -190,9 +239,9 @@ def _expand(dims: _Dims) -> _Dims:
     return dims
 
 
-def _descriptors(dims: _Dims, table: CopyTable, source: Layout) -> CopyProgram:
+def _descriptors(dims: _Dims, table: CopyTable, source: _Source) -> CopyProgram:
     destination = table.destination
-    src_row, dst_row = table.src_row[dims.copy], table.dst_row[dims.copy]
+    dst_row = table.dst_row[dims.copy]
     extent = pad_columns(dims.extent, 2, 1)
     stride = {end: pad_columns(dims.strides[end], 2, 0) for end in _ENDS}
     program = CopyProgram(
@@ -202,11 +251,11 @@ def _descriptors(dims: _Dims, table: CopyTable, source: Layout) -> CopyProgram:
         canonical=dims.base["canonical"],
         canonical_row_stride=stride["canonical"][:, 1],
         canonical_col_stride=stride["canonical"][:, 0],
-        src_buffer=source.buffer[src_row],
+        src_buffer=source.buffer[dims.copy],
         src_offset=dims.base["src"],
         src_row_stride=stride["src"][:, 1],
         src_col_stride=stride["src"][:, 0],
-        src_dtype=source.dtype[src_row],
+        src_dtype=source.dtype[dims.copy],
         dst_buffer=destination.buffer[dst_row],
         dst_offset=dims.base["dst"],
         dst_row_stride=stride["dst"][:, 1],

@@ -27,8 +27,10 @@ from awex_core.plan import (
     CopyTable,
     SourceIndex,
     destination_faults,
+    lower_all,
     lower_copies,
     plan_copies,
+    plan_part,
     select_tensors,
     take_tensors,
     unused_tensors,
@@ -46,10 +48,16 @@ from awex_core.verify.lanes import in_lanes
 
 
 def plan_for_worker(
-    sources: SourceIndex, layout: Layout, worker: WorkerInfo, writers: Sequence[WriterInfo]
+    sources: SourceIndex,
+    layout: Layout,
+    worker: WorkerInfo,
+    writers: Sequence[WriterInfo],
+    rank: int | None = None,
 ) -> CopyTable:
-    """Every copy into one worker; the same on both ends."""
+    """Every copy into one worker, or those from one writer rank; the same on both ends."""
     reach = [distance(writer.process, worker.process) for writer in writers]
+    if rank is not None:
+        return plan_part(sources, layout, rank, rank=worker.rank, distance=reach)
     return plan_copies(sources, layout, rank=worker.rank, distance=reach)
 
 
@@ -143,7 +151,7 @@ class WriterSession:
         workers = members.workers
         layouts = [context.layouts.get(worker.layout) for worker in workers]
         tables = {
-            worker.rank: plan_for_worker(members.sources, layout, worker, members.writers).from_rank(rank)
+            worker.rank: plan_for_worker(members.sources, layout, worker, members.writers, rank)
             for worker, layout in zip(workers, layouts, strict=True)
         }
         programs = {peer: lower_copies(table, members.sources, rank) for peer, table in tables.items()}
@@ -259,7 +267,7 @@ class ReaderSession:
         layout, always = traced.layout, traced.temporary_tensors
         table = plan_for_worker(members.sources, layout, worker, members.writers)
         ranks = range(len(members.writers))
-        programs = {rank: lower_copies(table, members.sources, rank) for rank in ranks}
+        programs = lower_all(table, members.sources)
         plan_s = time.perf_counter() - begun
         needed = [writer for writer in members.writers if len(programs[writer.rank])]
         reached = {writer.rank: _choose(writer, worker, device, context) for writer in needed}

@@ -25,9 +25,9 @@ from awex_core.layout.live import Memory
 from awex_core.modes import LANES, VerifyMode
 from awex_core.numerics.casts import cast
 from awex_core.numerics.mixing import CHUNK, mix_block
-from awex_core.plan.cells import SourceIndex, index_sources
-from awex_core.plan.copies import plan_copies, tensor_seeds
-from awex_core.plan.program import CopyProgram, lower_copies
+from awex_core.plan.cells import SourceIndex, holds_each_once, index_sources
+from awex_core.plan.copies import plan_part, seeds_of, tensor_seeds
+from awex_core.plan.program import CopyProgram, lower_copies, lower_held
 from awex_core.plan.select import take_tensors
 from awex_core.transfer.views import descriptor_view
 from awex_core.verify.sampling import verified_tensors
@@ -71,10 +71,10 @@ def digest_program(
     if only is not None:
         program = take_tensors(program, only)
     lanes = [0] * LANES
-    seeds = tensor_seeds(tensors).tolist()
+    seeds = seeds_of(tensors, program.tensor).tolist()
     lane = lane_of(program.tensor, len(tensors)).tolist()
     for k in range(len(program)):
-        lanes[lane[k]] += _digest_descriptor(program, k, memory, side, seeds[int(program.tensor[k])])
+        lanes[lane[k]] += _digest_descriptor(program, k, memory, side, seeds[k])
     return np.asarray([total % (1 << 64) for total in lanes], dtype=np.uint64)
 
 
@@ -125,7 +125,7 @@ def digest_plan(sources: SourceIndex, destination: Layout, rank: int) -> CopyPro
     Who digests what does not depend on who sends what: every rank plans for the
     layout as if no source were nearer than another.
     """
-    return lower_copies(plan_copies(sources, destination), sources, rank)
+    return lower_copies(plan_part(sources, destination, rank), sources, rank)
 
 
 def held_plan(layout: Layout) -> CopyProgram:
@@ -134,6 +134,8 @@ def held_plan(layout: Layout) -> CopyProgram:
     It comes from the layout alone. The copies that filled the memory are no witness: one that has written to a wrong
     place would be looked for there, and found right.
     """
+    if holds_each_once(layout):
+        return lower_held(layout)
     return digest_plan(index_sources([layout]), layout, 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections import Counter
@@ -29,8 +30,20 @@ from awex_core.layout.coverage import memory_gaps
 from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.live import Memory, ShardCollector
 from awex_core.numerics.casts import cast
-from awex_core.plan import CopyProgram, SourceIndex, index_sources, lower_copies, plan_copies, unused_tensors
+from awex_core.plan import (
+    CopyProgram,
+    CopyTable,
+    SourceIndex,
+    index_sources,
+    lower_all,
+    lower_copies,
+    plan_copies,
+    plan_part,
+    unused_tensors,
+)
 from awex_core.plan.boxes import subtract
+from awex_core.plan.cells import holds_each_once
+from awex_core.plan.program import lower_held
 from awex_core.plan.split import split_pieces
 from awex_core.testing.strategies import BLANK, Case, bits_of, cases
 from awex_core.transfer.buckets import ALIGNMENT, BucketViews, bucket_size, make_buckets
@@ -299,6 +312,58 @@ def test_both_ends_plan_the_same(case: Case, data: st.DataObject) -> None:
             assert a.fingerprint() == b.fingerprint()
             if len(a):
                 assert a.select(np.arange(len(a)) > 0).fingerprint() != a.fingerprint()
+
+
+@settings(max_examples=60)
+@given(cases(), st.data())
+def test_a_source_that_plans_its_part_alone_plans_the_same(case: Case, data: st.DataObject) -> None:
+    """And all parts lowered together are what each is alone."""
+    distance = data.draw(
+        st.none() | st.lists(st.integers(0, 2), min_size=len(case.sources), max_size=len(case.sources))
+    )
+    sources = source_index(case)
+    for number, rank in enumerate(case.destinations):
+        layout = rank.layout()
+        table = plan_copies(sources, layout, rank=number, distance=distance)
+        programs = lower_all(table, sources)
+        assert sorted(programs) == list(range(len(case.sources)))
+        for source, program in programs.items():
+            part = plan_part(sources, layout, source, rank=number, distance=distance)
+            assert same_columns(part, table.from_rank(source)) and part.destination is layout
+            assert part.fingerprint() == table.from_rank(source).fingerprint()
+            assert same_columns(lower_copies(part, sources, source), program)
+
+
+def same_columns(one: CopyTable | CopyProgram, other: CopyTable | CopyProgram) -> bool:
+    names = [field.name for field in dataclasses.fields(one) if field.name != "destination"]
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+
+
+def test_a_part_is_proved_as_far_as_its_source_holds_the_tensors() -> None:
+    v, w = vector("v"), vector("w")
+    sources = index_sources([packed((v, [(0, 4)])), packed((v, [(4, 8)])), packed((w, [(0, 4)]))])
+    whole_plan = "w [4:8]: destination rank 3 needs it, no source rank has it"
+    with pytest.raises(PlanError) as raised:
+        plan_copies(sources, whole(v, w), rank=3)
+    assert raised.value.faults == (whole_plan,)
+    for source in (0, 1):
+        assert plan_part(sources, whole(v, w), source, rank=3).extent.tolist() == [[4]]
+    with pytest.raises(PlanError) as raised:
+        plan_part(sources, whole(v, w), 2, rank=3)
+    assert raised.value.faults == (whole_plan,)
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_what_a_layout_holds_is_each_element_once(case: Case) -> None:
+    """By a plan of the layout onto itself; or shard by shard, where no two of these share an element."""
+    for rank in (*case.sources, *case.destinations):
+        layout = rank.layout()
+        index = index_sources([layout])
+        once = len(index.tensor) == len(layout) and len(index.rank) == len(layout)
+        assert holds_each_once(layout) == once
+        if once:
+            assert same_columns(lower_held(layout), lower_copies(plan_copies(index, layout), index, 0))
 
 
 def test_fingerprints_differ_with_name_box_and_dtype() -> None:
