@@ -153,7 +153,7 @@ def join_group(peer: Peer, *, writing: bool, deadline: Deadline) -> tuple[Group,
     else:
         port = peer.ask()
     address = GroupAddress("127.0.0.1", port, writers=1, workers=1, secret=bytes(SECRET_NBYTES))
-    return Group(address, 0 if writing else 1, torch.device("cpu"), "127.0.0.1", deadline), store
+    return Group.join(address, 0 if writing else 1, torch.device("cpu"), "127.0.0.1", deadline), store
 
 
 def _gloo_writer(peer: Peer) -> Any:

@@ -133,6 +133,10 @@ def _digest_tiles(
     FLAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Sum the digests of one tile's elements into their tensor's lane.
+
+    It has twelve parameters because a kernel's have to be pointers and constants: they cannot be grouped.
+    """
     row = table + tl.program_id(0).to(tl.int64) * _DIGEST_WIDTH
     tensor = tl.load(row + 8)
     if tl.load(chosen + tensor) != 0:

@@ -97,7 +97,10 @@ class Answer:
 
 @dataclass
 class Site:
-    """The engine that lives through all tests, the job it is in, and trainers on demand."""
+    """The engine that lives through all tests, the job it is in, and trainers on demand.
+
+    Large because it is all that a test of an engine is written with: each method is one question, or one check.
+    """
 
     engine: RunningEngine
     members: Mapping[str, str]

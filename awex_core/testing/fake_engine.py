@@ -144,7 +144,10 @@ class FakeWorkerModel:
 
 
 class FakeEngine:
-    """An engine of several workers and a controller, all in this process. ``EngineHost`` for its own controller."""
+    """An engine of several workers and a controller, all in this process. ``EngineHost`` for its own controller.
+
+    Large because ``EngineHost`` has twelve methods; beside them it starts, stops, and makes a call of its own.
+    """
 
     def __init__(
         self,

@@ -369,7 +369,10 @@ def row_case(writers: int, nbytes: int, stored: str = "float32", wanted: str = "
 
 
 class TransportTests:
-    """What every transport must do."""
+    """What every transport must do.
+
+    Large because each method is a test, and a transport's author subclasses one suite.
+    """
 
     wiring: Wiring
     lost_kinds = ("TransferError", "SyncTimeout")

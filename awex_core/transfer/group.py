@@ -103,14 +103,14 @@ class GroupTransport(Transport):
             meeting = GroupMeeting(host, store.port, draw_secret())
             end.exchange.put(NAME, msgspec.msgpack.encode(meeting))
         address = end.writers[end.rank].process.address
-        member = Group(_meeting_point(end), end.rank, end.device, address, end.deadline, store=store)
+        member = Group.join(_meeting_point(end), end.rank, end.device, address, end.deadline, store=store)
         return GroupSender(member, end.rank, end.bucket_nbytes)
 
     def open_receiver(self, end: End, accepted: Mapping[int, Any]) -> GroupReceiver:
         """Join the group."""
         (me,) = (worker for worker in end.workers if worker.rank == end.rank)
         rank = len(end.writers) + end.rank
-        member = Group(_meeting_point(end), rank, end.device, me.process.address, end.deadline)
+        member = Group.join(_meeting_point(end), rank, end.device, me.process.address, end.deadline)
         return GroupReceiver(member, end.rank, end.bucket_nbytes)
 
 
@@ -134,10 +134,15 @@ def host_store(host: str, members: int, deadline: Deadline) -> dist.TCPStore:
 
 
 class Group:
-    """One member of a transfer group."""
+    """One member of a transfer group; made by ``join``."""
 
-    def __init__(
-        self,
+    def __init__(self, address: GroupAddress, rank: int, device: torch.device, backend: Any, *stores: dist.Store):
+        """``stores`` are those that it takes, and the one that this process hosts: there as long as this member is."""
+        self.address, self.rank, self.device, self._pg, self._stores = address, rank, device, backend, stores
+
+    @classmethod
+    def join(
+        cls,
         address: GroupAddress,
         rank: int,
         device: torch.device,
@@ -145,36 +150,38 @@ class Group:
         deadline: Deadline,
         *,
         store: dist.TCPStore | None = None,
-    ) -> None:
-        """Join, and authenticate every member of the other side; blocks until all have.
+    ) -> Group:
+        """Join, and have every member of the other side prove that it belongs here; blocks until all have.
 
         Args:
             address: where to meet.
             rank: this member's rank in the group.
             device: decides the backend: NCCL for CUDA, gloo otherwise.
             interface: the IP address gloo listens on.
+            deadline: by when all have joined.
             store: the one to meet at, if this process hosts it: it is there as long as this member is.
 
         Raises:
             TransferError: not everyone arrived before the deadline, or someone does not know the secret.
         """
-        self.address, self.rank, self.device, self._hosted = address, rank, device, store
         timeout = timedelta(seconds=deadline.remaining("the transfer group"))
         try:
-            self._store = dist.TCPStore(address.host, address.port, address.size, False, timeout)
+            mine = dist.TCPStore(address.host, address.port, address.size, False, timeout)
             if device.type == "cuda":
-                _agree_on_cumem(self._store, rank)
-            self._pg = _backend(self._store, rank, address.size, device, interface, timeout)
+                _agree_on_cumem(mine, rank)
+            backend = _backend(mine, rank, address.size, device, interface, timeout)
         except (RuntimeError, ValueError) as error:
             raise TransferError(
                 f"transfer group of {address.size} members at {address.host}:{address.port}: member {rank} could not "
                 f"join within {timeout.total_seconds():.0f} s: {error}"
             ) from error
+        group = cls(address, rank, device, backend, mine, *([store] if store is not None else []))
         try:
-            authenticate_members(self, address.secret, rank, address.writers, address.workers, deadline)
+            authenticate_members(group, address.secret, rank, address.writers, address.workers, deadline)
         except BaseException:
-            self.close()
+            group.close()
             raise
+        return group
 
     def send(self, tensor: torch.Tensor, peer: int) -> Any:
         """Start sending; returns the work to wait for."""

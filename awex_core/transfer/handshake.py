@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import secrets
 import struct
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -58,18 +59,29 @@ def authenticate_members(link: Link, secret: bytes, rank: int, writers: int, wor
     for writer, worker in sorted(pairs, key=lambda pair: (sum(pair) % spread, pair)):
         writing = rank == writer
         name = f"worker {worker}" if writing else f"writer rank {writer}"
-        pair = _Pair(link, secret, writer, worker, writers + worker if writing else writer, name, deadline)
+        peer = _Peer(writers + worker if writing else writer, name)
+        pair = _Pair(link, secret, (writer, worker), peer, deadline)
         (pair.answer_worker if writing else pair.answer_writer)()
 
 
+@dataclass(frozen=True)
+class _Peer:
+    """The one at the other end: its rank in the group, and what people call it."""
+
+    rank: int
+    name: str
+
+
+@dataclass(frozen=True)
 class _Pair:
     """One writer rank and one worker, from either's side."""
 
-    def __init__(
-        self, link: Link, secret: bytes, writer: int, worker: int, peer: int, name: str, deadline: Deadline
-    ) -> None:
-        self._link, self._secret, self._deadline = link, secret, deadline
-        self._writer, self._worker, self._peer, self._name = writer, worker, peer, name
+    link: Link
+    secret: bytes = field(repr=False)
+    ranks: tuple[int, int]
+    """The writer rank and the worker."""
+    peer: _Peer
+    deadline: Deadline
 
     def answer_worker(self) -> None:
         ours = secrets.token_bytes(_NONCE_NBYTES)
@@ -86,30 +98,30 @@ class _Pair:
         self._check(self._receive(_MAC_NBYTES), self._mac("writer", theirs + ours))
 
     def _mac(self, role: Literal["writer", "worker"], nonces: bytes) -> bytes:
-        said = b"awex transfer group " + role.encode() + struct.pack("<QQ", self._writer, self._worker) + nonces
-        return hmac.new(self._secret, said, hashlib.sha256).digest()
+        said = b"awex transfer group " + role.encode() + struct.pack("<QQ", *self.ranks) + nonces
+        return hmac.new(self.secret, said, hashlib.sha256).digest()
 
     def _check(self, mac: bytes, expected: bytes) -> None:
         if not hmac.compare_digest(mac, expected):
             raise TransferError(
-                f"{self._name} does not know the secret of the transfer group, so it is not who the meta server "
+                f"{self.peer.name} does not know the secret of the transfer group, so it is not who the meta server "
                 "told us of; no weight was moved. Look for a stranger on this network"
             )
 
     def _send(self, data: bytes) -> None:
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._link.device)
-        self._wait(self._link.send(tensor, self._peer))
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.link.device)
+        self._wait(self.link.send(tensor, self.peer.rank))
 
     def _receive(self, nbytes: int) -> bytes:
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._link.device)
-        self._wait(self._link.receive(tensor, self._peer))
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.link.device)
+        self._wait(self.link.receive(tensor, self.peer.rank))
         return tensor.cpu().numpy().tobytes()
 
     def _wait(self, work: Any) -> None:
-        left = self._deadline.remaining(f"{self._name} to prove that it belongs to the transfer group")
+        left = self.deadline.remaining(f"{self.peer.name} to prove that it belongs to the transfer group")
         try:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
             raise TransferError(
-                f"{self._name} did not prove that it belongs to the transfer group: {first_line(error)}"
+                f"{self.peer.name} did not prove that it belongs to the transfer group: {first_line(error)}"
             ) from error

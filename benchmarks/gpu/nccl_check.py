@@ -65,7 +65,7 @@ def run(rank: int, count: int, port: int, folder: str) -> None:
     sources = index_sources([layout_pair[0]])
     program = lower_copies(plan_copies(sources, layout_pair[1]), sources, 0)
     address = GroupAddress("127.0.0.1", port, 1, 1, secret=bytes(SECRET_NBYTES))
-    group = Group(address, rank, device, "127.0.0.1", Deadline.after(120))
+    group = Group.join(address, rank, device, "127.0.0.1", Deadline.after(120))
     end: Any = GroupSender(group, 0, 256 << 20) if rank == 0 else GroupReceiver(group, 0, 256 << 20)
     seconds, progress = [], Progress()
     for _ in range(REPEATS + 1):

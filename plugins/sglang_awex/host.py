@@ -32,7 +32,10 @@ _POLL_S = 0.02
 
 
 class SglangHost:
-    """``awex_core.sync.engine.EngineHost`` of one SGLang engine."""
+    """``awex_core.sync.engine.EngineHost`` of one SGLang engine.
+
+    Large because ``EngineHost`` has twelve methods, and ``guard.Host`` three more.
+    """
 
     def __init__(self, manager: Any, kv: KvMode) -> None:
         """``manager`` is SGLang's tokenizer manager."""

@@ -336,7 +336,7 @@ class GlooWiring:
     def _join(self, meeting: Meeting, member: int, deadline: Deadline) -> group.Group:
         port = int(meeting.get("port", deadline))
         address = group.GroupAddress(LOCAL, port, meeting.writers, meeting.workers, SECRET)
-        return group.Group(address, member, torch.device("cpu"), LOCAL, deadline)
+        return group.Group.join(address, member, torch.device("cpu"), LOCAL, deadline)
 
     def staging_nbytes(self, bucket_nbytes: int, pairs: int) -> int:
         return 3 * bucket_nbytes
@@ -402,7 +402,7 @@ def test_abort_wakes_a_sender_whatever_the_others_do(left: bool) -> None:
     address = group.GroupAddress(LOCAL, store.port, 2, 1, SECRET)
     with ThreadPoolExecutor(3) as pool:
         joining = [
-            pool.submit(group.Group, address, rank, torch.device("cpu"), LOCAL, deadline)
+            pool.submit(group.Group.join, address, rank, torch.device("cpu"), LOCAL, deadline)
             for rank in range(address.size)
         ]
         members = [each.result(60) for each in joining]
@@ -481,7 +481,7 @@ def test_a_stranger_in_a_members_place_is_refused(attack: Callable[..., torch.Te
     with ThreadPoolExecutor(3) as pool:
         intruder = pool.submit(intrude, address, taken, attack, deadline)
         members = {
-            rank: pool.submit(group.Group, address, rank, torch.device("cpu"), LOCAL, deadline)
+            rank: pool.submit(group.Group.join, address, rank, torch.device("cpu"), LOCAL, deadline)
             for rank in range(3)
             if rank != taken
         }
@@ -504,5 +504,5 @@ def test_a_member_that_proves_nothing_is_named_at_the_deadline() -> None:
     with ThreadPoolExecutor(1) as pool:
         silent = pool.submit(Stranger, address, 1, deadline)
         with pytest.raises(TransferError, match="worker 0 did not prove that it belongs"):
-            group.Group(address, 0, torch.device("cpu"), LOCAL, deadline)
+            group.Group.join(address, 0, torch.device("cpu"), LOCAL, deadline)
         silent.result(60)
