@@ -9,6 +9,7 @@ import tempfile
 
 from awex_core.errors import ConfigError
 from awex_core.meta.tls import Tls
+from awex_core.settings.convert import Port, Seconds, argument
 from awex_core.settings.token import find_token
 
 DEFAULT_PORT = 7790
@@ -19,12 +20,12 @@ def add_meta_server(commands: argparse._SubParsersAction[argparse.ArgumentParser
     command = commands.add_parser("meta-server", allow_abbrev=False, help=about, description=about.capitalize() + ".")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     command.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="0 lets the system choose (default: %(default)s)"
+        "--port", type=argument(Port), default=DEFAULT_PORT, help="0 lets the system choose (default: %(default)s)"
     )
     command.add_argument("--token-file", help="file with the bearer token; without any token one is generated")
     command.add_argument(
         "--lease",
-        type=float,
+        type=argument(Seconds),
         default=10.0,
         metavar="SECONDS",
         help="silence after which a member is gone (default: %(default)s)",

@@ -19,12 +19,13 @@ from awex_core.checkpoint.description import read_headers
 from awex_core.errors import ConfigError
 from awex_core.meta.client import MetaClient
 from awex_core.modes import ReceiveMode, StartMode
-from awex_core.settings.config import SyncConfig, check_choice
+from awex_core.settings.config import SyncConfig
+from awex_core.settings.convert import CountOrZero, SecondsOrZero, argument, check, read
 from awex_core.settings.variables import check_names
 
 KvMode = Literal["recompute", "keep", "abort"]
 
-_ENV = {
+FLAGS = {
     "weight_sync_backend": "AWEX_BACKEND",
     "weight_sync_meta_server": "AWEX_META_SERVER",
     "weight_sync_job": "AWEX_JOB",
@@ -41,6 +42,15 @@ _ENV = {
 
 _INSTANCE = "AWEX_ENGINE_INSTANCE"
 
+VARIABLES = {
+    "engine": "AWEX_ENGINE",
+    "workers": "AWEX_ENGINE_WORKERS",
+    "kv": "AWEX_KV",
+    "require_version": "AWEX_REQUIRE_VERSION",
+    "instance": _INSTANCE,
+}
+"""Field -> variable."""
+
 COMMAND_KEY = "AWEX_COMMAND_KEY"
 """Variable with a secret of one engine's processes: the ways that our commands travel are open to its clients too."""
 
@@ -53,12 +63,15 @@ class EngineOptions:
     not known). ``kv`` says what becomes of the KV cache of requests in flight.
     """
 
-    engine: str
-    workers: int
-    kv: KvMode
-    require_version: bool
+    engine: str = ""
+    workers: CountOrZero = 0
+    kv: KvMode = "recompute"
+    require_version: bool = False
     instance: str = ""
     """Drawn when the engine starts, and the same in all its processes."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> EngineOptions:
@@ -69,20 +82,7 @@ class EngineOptions:
         """
         environ = os.environ if environ is None else environ
         check_names(environ)
-        kv = environ.get("AWEX_KV") or "recompute"
-        check_choice("AWEX_KV", kv, get_args(KvMode))
-        require = environ.get("AWEX_REQUIRE_VERSION") or "0"
-        check_choice("AWEX_REQUIRE_VERSION", require, ("0", "1"))
-        workers = environ.get("AWEX_ENGINE_WORKERS", "0")
-        if not (workers.isascii() and workers.isdigit() and len(workers) < 10):
-            raise ConfigError(f"AWEX_ENGINE_WORKERS must be a number, got {workers!r}")
-        return EngineOptions(
-            engine=environ.get("AWEX_ENGINE", ""),
-            workers=int(workers),
-            kv=kv,  # type: ignore[arg-type]  # checked above
-            require_version=require == "1",
-            instance=environ.get(_INSTANCE, ""),
-        )
+        return EngineOptions(**read(EngineOptions, VARIABLES, environ))
 
 
 def add_flags(parser: Any, backend_action: str | type[argparse.Action] = "store") -> None:
@@ -133,7 +133,7 @@ def add_flags(parser: Any, backend_action: str | type[argparse.Action] = "store"
     )
     group.add_argument(
         "--weight-sync-max-lag",
-        type=float,
+        type=argument(SecondsOrZero),
         default=None,
         metavar="SECONDS",
         help="answer 503 once this engine has been behind for so long, or could not learn whether it is",
@@ -147,15 +147,15 @@ def read_flags(args: argparse.Namespace) -> bool:
         ConfigError: other flags are given without it.
     """
     if getattr(args, "weight_sync_backend", None) is None:
-        given = [flag for flag in _ENV if getattr(args, flag, None)]
+        given = [flag for flag in FLAGS if getattr(args, flag, None)]
         if given:
             flags = ", ".join("--" + flag.replace("_", "-") for flag in given)
             raise ConfigError(f"{flags} needs --weight-sync-backend=awex")
         return False
-    for flag, variable in _ENV.items():
+    for flag, variable in FLAGS.items():
         value = getattr(args, flag, None)
         if value is not None:
-            os.environ[variable] = "1" if value is True else str(value)
+            os.environ[variable] = "true" if value is True else str(value)
     return True
 
 
@@ -172,7 +172,7 @@ def export_engine(kind: str, *, workers: int, dummy_weights: bool, starts: bool)
         ConfigError: a setting is missing or malformed, or there is no checkpoint where one is named.
     """
     if dummy_weights:
-        os.environ["AWEX_REQUIRE_VERSION"] = "1"
+        os.environ["AWEX_REQUIRE_VERSION"] = "true"
     os.environ.setdefault("AWEX_ENGINE", f"{kind}-{socket.gethostname()}-{secrets.token_hex(3)}")
     os.environ["AWEX_ENGINE_WORKERS"] = str(workers)
     _draw_instance(starts)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, get_args, overload
+from typing import Literal, overload
 
 from awex_core import stacks
 from awex_core.errors import (
@@ -24,7 +24,8 @@ from awex_core.meta.messages import JobView, SyncView
 from awex_core.modes import VerifyMode, mode_of_version
 from awex_core.plan import check_patterns
 from awex_core.protocol.publishing import Base, CopyStep, before_copying, next_base, sync_of
-from awex_core.settings.config import SyncConfig, check_choice
+from awex_core.settings.config import SyncConfig
+from awex_core.settings.convert import convert
 from awex_core.sync.alone import Alone
 from awex_core.sync.announcing import Announcement, Announcing
 from awex_core.sync.context import SyncContext
@@ -220,7 +221,7 @@ class WeightWriter:
         self._member.check()
         # First, since it may be collective: whatever fails below, the other ranks do not wait in it.
         layout, live = self._weights.finalize()
-        check_choice("verify", call.verify, get_args(VerifyMode))
+        convert("verify", call.verify, VerifyMode)
         if call.quorum is not None and call.quorum < 0:
             raise ConfigError(f"quorum must be a number of engines; got {call.quorum}")
         patterns = check_patterns(call.only, self._member.manifest.tensors)

@@ -23,6 +23,7 @@ from awex_core.errors import ConfigError
 from awex_core.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Held, Memory
 from awex_core.settings.config import SyncConfig
+from awex_core.settings.convert import Positive, argument
 from awex_core.trainers.trainer import Description, Places, WeightSync, connect
 from megatron_awex import compat, final_values
 from megatron_awex.agreement import check_config, check_whole, fields_read
@@ -221,7 +222,13 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     group.add_argument(
         "--weight-sync-meta-server", metavar="HOST:PORT[,...]", default=None, help="meta server of the job"
     )
-    group.add_argument("--weight-sync-interval", type=int, default=1, metavar="STEPS", help="steps between two syncs")
+    group.add_argument(
+        "--weight-sync-interval",
+        type=argument(Positive),
+        default=1,
+        metavar="STEPS",
+        help="steps between two syncs",
+    )
     group.add_argument(
         "--weight-sync-async", action="store_true", help="train on while engines pull from a copy of the weights"
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from awex_core.errors import ConfigError, list_faults
 from awex_core.settings import options
+from awex_core.settings.convert import convert
 from awex_core.settings.options import EngineOptions
 from awex_core.settings.variables import check_names
 from sglang_awex.refusals import refused_settings
@@ -21,9 +22,7 @@ def enabled() -> bool:
     """
     check_names()
     backend = os.environ.get("AWEX_BACKEND", "")
-    if backend not in ("", "awex"):
-        raise ConfigError(f"AWEX_BACKEND must be awex, got {backend!r}")
-    return bool(backend)
+    return bool(backend) and convert("AWEX_BACKEND", backend, Literal["awex"]) == "awex"
 
 
 def export_options(settings: Mapping[str, Any]) -> None:

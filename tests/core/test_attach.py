@@ -67,7 +67,7 @@ def test_a_rank_that_forgets_attach_is_named_within_the_limit(tmp_path: Path, fo
 
 def test_a_rank_with_a_bad_setting_tells_the_others(tmp_path: Path) -> None:
     first, second = run_ranks(tmp_path, "attach", "fail")
-    assert "ConfigError: verify must be one of off, sampled, full; got 'Full'" in second[0]
+    assert "ConfigError: AWEX_VERIFY must be one of off, sampled, full; got 'Full'" in second[0]
     assert "LayoutError: 1 of 2 trainer ranks cannot attach" in first[0]
     assert float(first[0].split()[0]) < LIMIT_S, "it waited for the limit"
     assert first[-1].endswith(" attached") and second[-1].endswith(" attached")

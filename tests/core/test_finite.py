@@ -125,7 +125,7 @@ def test_a_partial_update_is_judged_by_what_it_names(
 
 def test_the_setting() -> None:
     assert SyncConfig.from_env({"AWEX_META_SERVER": "h:1", "AWEX_TOKEN": "t"}).nonfinite == "warn"
-    with pytest.raises(ConfigError, match="nonfinite must be one of allow, warn, refuse; got 'never'"):
+    with pytest.raises(ConfigError, match="AWEX_NONFINITE must be one of allow, warn, refuse; got 'never'"):
         SyncConfig.from_env({"AWEX_META_SERVER": "h:1", "AWEX_TOKEN": "t", "AWEX_NONFINITE": "never"})
 
 
