@@ -76,15 +76,15 @@ def engine_to_serve(view: JobView, engine: str, version: Version) -> tuple[Engin
     return (found,) if ready else None
 
 
-class CopyStep(Enum):
-    """What a rank does before it overwrites the copy of its weights that it has published without blocking."""
+class SnapshotStep(Enum):
+    """What a rank does before it overwrites the snapshot from which it has published without blocking."""
 
     REPLACE = auto()
     """Ask the meta server to end the version on its way, if no engine has begun to receive it."""
-    SETTLE = auto()
+    AWAIT = auto()
     """Wait until that version has ended, however it does."""
 
 
-def before_copying(policy: SnapshotMode, *, done: bool, asked: bool) -> CopyStep:
+def before_snapshot(policy: SnapshotMode, *, done: bool, asked: bool) -> SnapshotStep:
     """The next step while the end of an earlier version has not been seen, be it ``done`` or on its way."""
-    return CopyStep.REPLACE if policy == "replace" and not done and not asked else CopyStep.SETTLE
+    return SnapshotStep.REPLACE if policy == "replace" and not done and not asked else SnapshotStep.AWAIT

@@ -23,7 +23,7 @@ from awex_core.layout.live import Held, Memory, check_memory
 from awex_core.meta.messages import JobView, SyncView
 from awex_core.modes import VerifyMode, mode_of_version
 from awex_core.plan import check_patterns
-from awex_core.protocol.publishing import Base, CopyStep, before_copying, next_base, sync_of
+from awex_core.protocol.publishing import Base, SnapshotStep, before_snapshot, next_base, sync_of
 from awex_core.settings.config import SyncConfig
 from awex_core.settings.convert import convert
 from awex_core.sync.alone import Alone
@@ -279,8 +279,8 @@ class WeightWriter:
         """Wait until no engine needs the snapshot, or end its version unread."""
         policy, asked = self.config.snapshot, False
         while (pending := self._pending) is not None:
-            step = before_copying(policy, done=pending.done(), asked=asked)
-            if step is CopyStep.REPLACE:
+            step = before_snapshot(policy, done=pending.done(), asked=asked)
+            if step is SnapshotStep.REPLACE:
                 self._ask_to_replace(pending.number)
                 asked = True
             else:

@@ -17,7 +17,7 @@ import psutil
 from tests import leftovers
 from tests.chaos.faults import Case, Injection
 from tests.chaos.others import UNKNOWN
-from tests.chaos.stage import RECOVERY_S, SETTLE_LIMIT_S, SYNC_S, WRITE_LIMIT_S, Engine, Hang, Stage, until
+from tests.chaos.stage import RECOVERY_S, SYNC_S, TAKEN_LIMIT_S, WRITE_LIMIT_S, Engine, Hang, Stage, until
 from tests.support.lines import ChildError
 
 REACH_LIMIT_S = 90.0
@@ -102,7 +102,7 @@ class Campaign:
         """Bring the first versions to all engines, and note what an undisturbed stage holds open."""
         _raise_errors(self.stage.trainer.answers(60))
         for _ in range(2):
-            self._publish_until_taken(2 * SETTLE_LIMIT_S)
+            self._publish_until_taken(2 * TAKEN_LIMIT_S)
         self._ports = self._open_ports()
         self._known_files = set(self._temporary_files())
         self.stage.check_answers()
@@ -126,7 +126,7 @@ class Campaign:
         result.outcome, result.labels = self._outcome(watcher), watcher.wrong
         try:
             begun = max(injection.trap.at, time.monotonic() - WRITE_LIMIT_S)
-            result.syncs = self._publish_until_taken(SETTLE_LIMIT_S)
+            result.syncs = self._publish_until_taken(TAKEN_LIMIT_S)
             result.recovered_s = time.monotonic() - begun
         except Hang as hang:
             result.hangs.append(f"no version was taken by all engines afterwards: {hang}")
@@ -255,7 +255,7 @@ class Campaign:
         self.stage.trainer.close()
         for engine in self.stage.engines.values():
             engine.kill()
-        self._publish_until_taken(2 * SETTLE_LIMIT_S)
+        self._publish_until_taken(2 * TAKEN_LIMIT_S)
 
     # Leaks
 

@@ -44,7 +44,7 @@ and something for a busy machine."""
 RECOVERY_S = 25.0
 """Time limit of the versions after a fault: an engine that has just been started traces its model first."""
 
-SETTLE_LIMIT_S = 150.0
+TAKEN_LIMIT_S = 150.0
 """Within this after a fault all engines must have taken a new version, restarted ones included."""
 
 RANKS = 2
