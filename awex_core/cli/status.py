@@ -27,10 +27,10 @@ def add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run_status(arguments: argparse.Namespace) -> int:
-    from awex_core.meta.client import MetaClient
+    from awex_core.meta.client import ObserverClient
 
     token = require_token(arguments.token_file)
-    with MetaClient(arguments.meta_server, arguments.job, token, timeout_s=5.0, tls=Tls.from_env()) as client:
+    with ObserverClient(arguments.meta_server, arguments.job, token, timeout_s=5.0, tls=Tls.from_env()) as client:
         status = client.status()
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())

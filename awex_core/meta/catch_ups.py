@@ -17,8 +17,8 @@ from awex_core.meta.engines import Engine
 from awex_core.meta.limits import MAX_WAIT_S
 from awex_core.meta.members import describe
 from awex_core.meta.messages import AskCatchUp, CatchUpView, Lend, WorkerInfo, WriterInfo
-from awex_core.meta.revision import Revision
-from awex_core.meta.sync import SavedSync, Sync, restore_sync, save_sync
+from awex_core.meta.revision import Revision, of_engine
+from awex_core.meta.sync import Concern, SavedSync, Sync, restore_sync, save_sync
 from awex_core.version import INITIAL, Version
 
 
@@ -88,10 +88,11 @@ class CatchUps:
             world=source.world,
             engines={target.name: target},
             revision=self._revision,
+            concern=_concern(source.name, target.name),
         )
         self._by_target[target.name] = CatchUp(source.name, target.name, self._count, sync)
         self._revision.due_by(sync.deadline)
-        self._revision.advance()
+        self._revision.advance(*sync.concern.state)
 
     def _choose(self, target: Engine) -> Engine:
         ahead = [e for e in self._engines.values() if e.live and e.state == "ready" and _is_ahead(e, target)]
@@ -124,22 +125,21 @@ class CatchUps:
         catch_up = self._by_target.get(target)
         return catch_up.sync if catch_up is not None and catch_up.sync.version == version else None
 
+    def taken_from(self, source: str) -> list[str]:
+        """The engines that take, or have last taken, what this one serves."""
+        return [catch_up.target for catch_up in self._by_target.values() if catch_up.source == source]
+
     def fail(self, engine: str, reason: str) -> None:
         """End the catch-ups from and to an engine."""
         for catch_up in self._by_target.values():
             if engine in (catch_up.source, catch_up.target):
                 catch_up.sync.end(reason)
 
-    def end_from(self, source: str, reason: str) -> None:
-        """End the catch-ups from an engine, whose weights are not what it has offered."""
+    def end(self, reason: str, *, source: str | None = None) -> None:
+        """End all, or those from one engine, whose weights are not what it has offered."""
         for catch_up in self._by_target.values():
-            if catch_up.source == source:
+            if source in (None, catch_up.source):
                 catch_up.sync.end(reason)
-
-    def end(self, reason: str) -> None:
-        """End all."""
-        for catch_up in self._by_target.values():
-            catch_up.sync.end(reason)
 
     def apply_deadlines(self, now: float) -> None:
         """End what takes longer than it may, and forget those whose target is gone."""
@@ -169,8 +169,13 @@ class CatchUps:
         """Take back what was saved; the engines must have been restored before."""
         self._count = saved.count
         for one in saved.catch_ups:
-            sync = restore_sync(one.sync, {one.target: self._engines[one.target]}, self._revision)
+            engines, concern = {one.target: self._engines[one.target]}, _concern(one.source, one.target)
+            sync = restore_sync(one.sync, engines, self._revision, concern)
             self._by_target[one.target] = CatchUp(one.source, one.target, one.number, sync, one.lenders)
+
+
+def _concern(source: str, target: str) -> Concern:
+    return Concern(state=(of_engine(target), of_engine(source)), senders=(of_engine(source),))
 
 
 def _is_ahead(engine: Engine, target: Engine) -> bool:

@@ -6,7 +6,7 @@ In plain Python, as ``digest`` would do with numpy: a meta server needs neither 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from awex_core.meta.messages import DigestView
 from awex_core.modes import LANES
@@ -43,9 +43,14 @@ class Digests:
         by_rank[rank] = part
         return True
 
-    def view(self, world: int) -> dict[str, DigestView]:
-        """Each layout's sum so far, and which of ``world`` writer ranks it lacks."""
+    def view(self, world: int, layouts: Collection[str] | None = None) -> dict[str, DigestView]:
+        """The sum so far of each layout (of these), and which of ``world`` writer ranks it lacks."""
         return {
-            layout: DigestView(_LANES.pack(*total), [rank for rank in range(world) if rank not in self.parts[layout]])
+            layout: DigestView(_LANES.pack(*total), self._missing(layout, world))
             for layout, total in self._sums.items()
+            if layouts is None or layout in layouts
         }
+
+    def _missing(self, layout: str, world: int) -> list[int]:
+        parts = self.parts[layout]
+        return [rank for rank in range(world) if rank not in parts] if len(parts) < world else []

@@ -11,7 +11,7 @@ from awex_core.errors import Refused
 from awex_core.meta.limits import MAX_REASON
 from awex_core.meta.members import AnyMember, Member, Members, describe, where
 from awex_core.meta.messages import EngineState, EngineView, JoinController, WeightsState, WorkerInfo
-from awex_core.meta.revision import Revision
+from awex_core.meta.revision import SENDING, STATES, Revision, of_engine, of_workers
 from awex_core.version import INITIAL, Version
 
 LEASES_UNTIL_DROPPED = 10
@@ -150,7 +150,8 @@ class Engines:
         known = engine.workers.get(info.rank)
         if known is not None and known.info.layout and not info.layout:
             engine.generation += 1  # it will trace anew, and perhaps find its memory elsewhere
-        self._members.place(engine.workers, info.rank, self._members.workers, info, now)
+        concerned = (*_shown(engine.name), of_workers(engine.name))
+        self._members.place(engine.workers, info.rank, self._members.workers, info, now, concerned)
         return replaced
 
     def elect(self, engine: Engine, message: JoinController, now: float) -> None:
@@ -164,14 +165,14 @@ class Engines:
         members.fences.lift("controller", incarnation)
         engine.controller = members.controllers[incarnation] = members.new_member(message, now)
         if old is None or old.gone:
-            self._revision.advance()
+            self._revision.advance(*_shown(engine.name))
 
     def set_state(self, engine: Engine, state: EngineState, version: Version, reason: str) -> None:
         """Keep a controller's word on its engine."""
         reason = reason[:MAX_REASON]
         if (engine.said, engine.version, engine.said_reason) != (state, version, reason):
             engine.said, engine.version, engine.said_reason = state, version, reason
-            self._revision.advance()
+            self._revision.advance(of_engine(engine.name), STATES)
 
     def drop_gone(self, now: float) -> None:
         """Forget the engines all of whose members have long been gone."""
@@ -181,7 +182,12 @@ class Engines:
                 self._members.workers.pop(worker.incarnation, None)
             if engine.controller:
                 self._members.controllers.pop(engine.controller.incarnation, None)
-            self._revision.advance()
+            self._revision.advance(SENDING, STATES)
+            self._revision.forget((of_engine(engine.name), of_workers(engine.name)))
+
+    def note_gone(self, engine: str) -> None:
+        """One of its members is gone."""
+        self._revision.advance(*_shown(engine), of_workers(engine))
 
     def saved(self) -> list[SavedEngine]:
         return [
@@ -222,5 +228,10 @@ class Engines:
         del engine.workers[member.info.rank]
         del self._members.workers[member.incarnation]
         engine.generation += 1
-        self._revision.advance()
+        self._revision.advance(*_shown(engine.name), of_workers(engine.name))
         return reason
+
+
+def _shown(name: str) -> tuple[str, ...]:
+    """Whom it concerns who is there of an engine."""
+    return of_engine(name), SENDING, STATES

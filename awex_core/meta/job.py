@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, TypeAlias
 
 import msgspec
 
 from awex_core.errors import Refused
+from awex_core.meta.answers import Answers
 from awex_core.meta.limits import Limits, TokenBucket
 from awex_core.meta.machine import Machine
-from awex_core.meta.messages import Get, GetReply, JobStatus, Watch
+from awex_core.meta.messages import Get, GetReply, JobStatus, Put, Role, Watch
 from awex_core.meta.requests import JOINS
 from awex_core.meta.store import JobStore
 
@@ -24,8 +25,8 @@ MAX_WAIT_S = 60.0
 
 MAX_JOBS = 64
 
-REUSED_VIEW_S = 0.05
-"""How long one encoded view serves all who watch the same revision, in seconds."""
+Audience: TypeAlias = tuple[Role, str] | str
+"""Who waits: a role (and its engine) for what concerns it, or anyone for the value under a key."""
 
 _encode = msgspec.msgpack.encode
 
@@ -35,11 +36,14 @@ class Job(ABC):
 
     def __init__(self, limits: Limits) -> None:
         self.closing = False
-        self._changed = asyncio.Event()
+        self.source = secrets.token_hex(8)
+        """Drawn anew with every state that does not go on from the one before."""
+        self._audiences: dict[Audience, set[asyncio.Future[None]]] = {}
+        self._told: dict[Audience, int] = {}
+        """The revision of the last change that each audience was woken for."""
         self._joins = TokenBucket(limits.joins_per_s, limits.join_burst)
         self._limits = limits
-        self._view = b""
-        self._view_of = (-1, -math.inf)
+        self._answers = Answers()
 
     @property
     @abstractmethod
@@ -96,45 +100,78 @@ class Job(ABC):
     def close(self) -> None:
         """Answer everyone who waits, now and from now on."""
         self.closing = True
-        self.wake()
+        self.wake_all()
 
     def wake(self) -> None:
+        """Those who watch look again, if something has changed that concerns them."""
+        for audience in [audience for audience in self._audiences if isinstance(audience, tuple)]:
+            change = self.store.last_change(*audience)
+            if change != self._told.get(audience):
+                self._told[audience] = change
+                self._wake(audience)
+
+    def wake_all(self) -> None:
         """Everyone who waits looks again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        for audience in list(self._audiences):
+            self._wake(audience)
+
+    def _wake(self, audience: Audience) -> None:
+        for waiting in self._audiences.pop(audience, ()):
+            _let_go(waiting)
 
     async def _watch(self, message: Watch) -> bytes:
+        audience = (message.role, message.engine)
+
+        def has_news() -> bool:
+            store = self.store
+            if message.role == "observer":
+                # "Differs", not "has passed": the watcher's revision may be from before a restart.
+                return store.revision != message.since
+            return message.source != self.source or store.last_change(*audience) > message.since
+
         await self.current()
-        # "Differs", not "has passed": the watcher's revision may be from before a restart.
-        await self._wait(lambda: self.store.revision != message.since, message.wait_s)
-        return self._encoded_view()
+        await self._wait(audience, has_news, message.wait_s)
+        return self._answers.encoded(self.store, self.source, message, self.now())
 
     async def _get(self, message: Get) -> bytes:
         def value() -> bytes | None:
             return self.store.get(message, self.now()).value
 
         await self.current()
-        await self._wait(lambda: value() is not None, message.wait_s)
+        await self._wait(message.key, lambda: value() is not None, message.wait_s)
         return _encode(GetReply(value=value()))
 
-    async def _wait(self, ready: Callable[[], bool], wait_s: float) -> None:
-        """Until ``ready`` holds, the time is over or the server stops."""
+    async def _wait(self, audience: Audience, ready: Callable[[], bool], wait_s: float) -> None:
+        """Until ``ready`` holds, asked when the audience is woken; or the time is over, or the server stops."""
         end = time.monotonic() + (min(wait_s, MAX_WAIT_S) if wait_s > 0 else 0.0)
         while not self.closing and not ready():
             left = end - time.monotonic()
             if left <= 0:
                 return
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+            await self._until_woken(audience, left)
 
-    def _encoded_view(self) -> bytes:
-        """Encoded once for all who wake at the same change; ``remaining_s`` may be old by ``REUSED_VIEW_S``."""
-        now = time.monotonic()
-        revision, made = self._view_of
-        if revision != self.store.revision or now - made > REUSED_VIEW_S:
-            self._view = _encode(self.store.view(self.now()))
-            self._view_of = (self.store.revision, now)
-        return self._view
+    async def _until_woken(self, audience: Audience, left: float) -> None:
+        if isinstance(audience, tuple) and audience not in self._audiences:
+            self._told[audience] = self.store.last_change(*audience)
+        loop = asyncio.get_running_loop()
+        waiting = loop.create_future()
+        self._audiences.setdefault(audience, set()).add(waiting)
+        timer = loop.call_later(left, _let_go, waiting)
+        try:
+            await waiting
+        finally:
+            timer.cancel()
+            others = self._audiences.get(audience)
+            if others is not None:
+                others.discard(waiting)
+                if not others:
+                    del self._audiences[audience]
+                    self._told.pop(audience, None)
+
+
+def _let_go(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 class Jobs(Protocol):
@@ -180,12 +217,20 @@ class MemoryJob(Job):
         pass
 
     async def apply(self, request: str, message: msgspec.Struct, body: bytes, repeat_key: str) -> bytes:
+        with self._waking():
+            reply = self._machine.answer(request, message, repeat_key, self.now())
+        if isinstance(message, Put):
+            self._wake(message.key)
+        return reply
+
+    @contextlib.contextmanager
+    def _waking(self) -> Iterator[None]:
+        """Wake those whom it concerns, also if what happens within is refused: it may have found a lapsed lease."""
         before = self.store.revision
         try:
-            return self._machine.answer(request, message, repeat_key, self.now())
+            yield
         finally:
-            # A refused request may still have found that a lease had lapsed.
-            if self.store.revision != before or request == "put":
+            if self.store.revision != before:
                 self.wake()
 
     def tick(self) -> None:
@@ -194,7 +239,8 @@ class MemoryJob(Job):
             self.wake()
 
     async def put_blob(self, name: str, data: bytes) -> None:
-        self.store.put_blob(name, data, self.now())
+        with self._waking():
+            self.store.put_blob(name, data, self.now())
 
     async def get_blob(self, name: str) -> bytes:
         return self.store.get_blob(name)

@@ -13,7 +13,7 @@ from awex_core.meta.limits import MAX_FENCES, MAX_TEXT
 from awex_core.meta.messages import JoinController, Process, WorkerInfo, WriterInfo
 from awex_core.meta.revision import Revision
 
-Role = Literal["run", "writer", "worker", "controller"]
+Place = Literal["run", "writer", "worker", "controller"]
 AnyInfo: TypeAlias = WriterInfo | WorkerInfo | JoinController
 Info = TypeVar("Info", WriterInfo, WorkerInfo, JoinController)
 
@@ -43,33 +43,33 @@ class SavedMembers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     writers: dict[str, Member[WriterInfo]]
     workers: dict[str, Member[WorkerInfo]]
     controllers: dict[str, Member[JoinController]]
-    fences: list[tuple[Role, str, str]]
+    fences: list[tuple[Place, str, str]]
 
 
 class Fences:
     """Who has been replaced, and by whom. Bounded: the oldest are forgotten."""
 
     def __init__(self) -> None:
-        self._reasons: dict[tuple[Role, str], str] = {}
+        self._reasons: dict[tuple[Place, str], str] = {}
 
-    def add(self, role: Role, key: str, reason: str) -> None:
+    def add(self, role: Place, key: str, reason: str) -> None:
         self._reasons[role, key] = reason
         while len(self._reasons) > MAX_FENCES:
             del self._reasons[next(iter(self._reasons))]
 
-    def lift(self, role: Role, key: str) -> None:
+    def lift(self, role: Place, key: str) -> None:
         self._reasons.pop((role, key), None)
 
-    def check(self, role: Role, key: str) -> None:
+    def check(self, role: Place, key: str) -> None:
         """Raise ``Fenced`` when someone newer has taken this place."""
         reason = self._reasons.get((role, key))
         if reason is not None:
             raise Fenced(reason)
 
-    def saved(self) -> list[tuple[Role, str, str]]:
+    def saved(self) -> list[tuple[Place, str, str]]:
         return [(role, key, reason) for (role, key), reason in self._reasons.items()]
 
-    def restore(self, saved: list[tuple[Role, str, str]]) -> None:
+    def restore(self, saved: list[tuple[Place, str, str]]) -> None:
         self._reasons = {(role, key): reason for role, key, reason in saved}
 
 
@@ -96,7 +96,7 @@ class Members:
         found = (self.writers.get(incarnation), self.workers.get(incarnation), self.controllers.get(incarnation))
         return [member for member in found if member is not None]
 
-    def there(self, index: dict[str, Member[Info]], role: Role, incarnation: str) -> Member[Info]:
+    def there(self, index: dict[str, Member[Info]], role: Place, incarnation: str) -> Member[Info]:
         """A member that is there; refuses everyone else."""
         self.fences.check(role, incarnation)
         member = index.get(incarnation)
@@ -124,13 +124,19 @@ class Members:
         return Member(info, now + self.lease_s)
 
     def place(
-        self, by_rank: dict[int, Member[Info]], rank: int, index: dict[str, Member[Info]], info: Info, now: float
+        self,
+        by_rank: dict[int, Member[Info]],
+        rank: int,
+        index: dict[str, Member[Info]],
+        info: Info,
+        now: float,
+        concerned: Iterable[str],
     ) -> None:
-        """Give ``info`` its place, by rank and by incarnation, and a new lease."""
+        """Give ``info`` its place, by rank and by incarnation, and a new lease; news of it is for ``concerned``."""
         old = by_rank.get(rank)
         by_rank[rank] = index[info.process.incarnation] = self.new_member(info, now)
         if old is None or old.gone or old.info != info:
-            self._revision.advance()
+            self._revision.advance(*concerned)
 
     def renew(self, incarnation: str, now: float) -> bool:
         """Renew all leases of one process; false when any has lapsed, or there is none."""
@@ -160,7 +166,7 @@ class Members:
 
     # What is checked before a member gets a place
 
-    def check(self, role: Role, info: AnyInfo, rank: int, world: int) -> None:
+    def check(self, role: Place, info: AnyInfo, rank: int, world: int) -> None:
         """Refuse a member that makes no sense, has been replaced, or for whom there is no room."""
         _check_texts(info)
         if not 0 <= rank < world:

@@ -22,13 +22,14 @@ WeightsState = Literal["held", "foreign", "lost", "released"]
 
 SyncState = Literal["gathering", "open", "done"]
 EngineOutcome = Literal["pending", "updating", "committed", "failed"]
+Role = Literal["observer", "writer", "worker", "controller"]
 Lane = Annotated[int, msgspec.Meta(ge=0, lt=LANES)]
 
 
 RELEASE = "0.1.0"
 """Of this package."""
 
-PROTOCOL = (1, 0)
+PROTOCOL = (1, 1)
 """The major and the minor version of all that is said here, which every message's header carries (``release``).
 
 A field or request that others can do without raises the minor version: it has a default, and who does not know it
@@ -209,13 +210,19 @@ class CatchUpView(_Message, frozen=True):
 
 
 class JobView(_Message, frozen=True):
-    """Everything a member may need to decide its next step. ``catch_ups`` are by target."""
+    """Everything a member may need to decide its next step: what its role is shown. ``catch_ups`` are by target."""
 
     revision: int
     epoch: int
     writers: list[WriterInfo]
     engines: dict[str, EngineView]
     sync: SyncView | None
+    source: str = ""
+    """Drawn by whoever counts the revisions: those of another do not compare."""
+    same_writers: bool = False
+    """Whether ``writers`` are left out, as they are those that the asker holds."""
+    same_workers: list[str] = []
+    """The engines whose ``workers`` are left out so."""
     catch_ups: dict[str, CatchUpView] = {}
     last: SyncView | None = None
     """The version before ``sync``, for members that have not seen its outcome yet; without its digests."""
@@ -293,10 +300,19 @@ class Leave(_Message, frozen=True):
 
 
 class Watch(_Message, frozen=True):
-    """Answered when ``revision`` has passed ``since``, or after ``wait_s``."""
+    """Answered when something concerns ``role`` that came after revision ``since``, or after ``wait_s``.
+
+    Both revisions are those of ``source``. What the asker holds of ``roster`` is left out of the answer.
+    """
 
     since: int
     wait_s: float
+    role: Role = "observer"
+    engine: str = ""
+    """The asker's own, if it is a worker or controller."""
+    source: str = ""
+    roster: int = 0
+    """Revision of the ranks and workers that the asker holds; 0 if it holds none."""
 
 
 class Announce(_Message, frozen=True):

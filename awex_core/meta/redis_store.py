@@ -191,15 +191,10 @@ class RedisStore:
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
             raise ConfigError(f"the store {self.shown} is Redis {version}; 6.2 or newer is needed")
 
-    async def close(self) -> None:
-        """End all connections."""
+    async def disconnect(self, *, in_use: bool) -> None:
+        """End all connections, or those that are idle, which may be to a Redis that has ended."""
         for client in (self._redis, self._followers):
-            await client.connection_pool.disconnect()
-
-    async def reset(self) -> None:
-        """Drop idle connections, which may be to a Redis that has ended."""
-        for client in (self._redis, self._followers):
-            await client.connection_pool.disconnect(inuse_connections=False)
+            await client.connection_pool.disconnect(inuse_connections=in_use)
 
     # The log
 

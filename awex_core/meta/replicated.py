@@ -168,7 +168,7 @@ class LoggedJob(Job):
                     await self._read_more()
             except Exception as trouble:  # noqa: BLE001 - whatever it is, the state is read again, and the reason told
                 self._lose(str(trouble) or type(trouble).__name__, trouble)
-                await self._redis.reset()
+                await self._redis.disconnect(in_use=False)
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_BACKOFF_S)
 
@@ -192,9 +192,9 @@ class LoggedJob(Job):
         await self._redis.use_blobs(self._name, sorted(machine.store.blobs_in_use()))
         self._ahead = self._position.now - time.monotonic()
         self._machine, self._trouble = machine, ""
-        self._view_of = (-1, self._view_of[1])
+        self.source = secrets.token_hex(8)
         self._progress()
-        self.wake()
+        self.wake_all()
 
     async def _read_more(self) -> None:
         """Wait for more entries; apply them."""
@@ -211,8 +211,8 @@ class LoggedJob(Job):
             self._ahead = logged.now - time.monotonic()
         self._progress()
         if self.store.revision != before or self._has_put:
+            self.wake_all() if self._has_put else self.wake()
             self._has_put = False
-            self.wake()
 
     def _progress(self) -> None:
         self._progressed.set()
@@ -262,7 +262,7 @@ class LoggedJob(Job):
         for waiting in self._waiting.values():
             _answer(waiting, self._unavailable())
         self._progress()
-        self.wake()
+        self.wake_all()
 
     def _forget(self) -> None:
         """The log is gone: Redis has lost it, or nobody has needed it for long."""
@@ -335,7 +335,7 @@ class LoggedJobs:
     async def stop(self) -> None:
         for job in self._jobs.values():
             await job.stop()
-        await self._redis.close()
+        await self._redis.disconnect(in_use=True)
 
 
 def _answer(waiting: asyncio.Future[bytes], outcome: Outcome) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from awex_core.errors import Refused
 from awex_core.meta.members import Member, Members, describe, where
 from awex_core.meta.messages import Forming, WriterInfo
+from awex_core.meta.revision import TRAINER
 
 
 @dataclass
@@ -56,7 +57,9 @@ class Runs:
         self._check(run, info)
         info = self._newest_report(info)
         run = run or self._start_forming(info)
-        self._members.place(run.members, info.rank, self._members.writers, info, now)
+        # Until a run is complete it concerns nobody but those who look on.
+        concerned = (TRAINER,) if run is self.active else ()
+        self._members.place(run.members, info.rank, self._members.writers, info, now, concerned)
         return run
 
     def _newest_report(self, info: WriterInfo) -> WriterInfo:

@@ -11,6 +11,7 @@ place) or ``Refused`` (everything else), and changes nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import msgspec
 
@@ -43,16 +44,19 @@ from awex_core.meta.messages import (
     ReportReply,
     ReportSender,
     ReportWorker,
+    Role,
     SetEngineState,
     Supersede,
+    Watch,
     WorkerInfo,
     WriterInfo,
 )
-from awex_core.meta.revision import Revision
+from awex_core.meta.revision import SENDING, STATES, TRAINER, VERSION, Revision, of_digest, of_engine, of_workers
 from awex_core.meta.runs import Runs, SavedRuns
 from awex_core.meta.sync import Sync
 from awex_core.meta.values import Blobs, Keys
 from awex_core.meta.versions import SavedVersions, Versions, check_version
+from awex_core.meta.views import frontier, leave_out
 from awex_core.version import Version
 
 HOUSEKEEPING_S = 30.0
@@ -76,7 +80,10 @@ class SavedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class JobStore:
-    """The state of one job. ``revision`` rises with every change of ``view``."""
+    """The state of one job. ``revision`` rises with every change of ``view``.
+
+    Large because each request of the protocol is a method of its name, which says what the parts do to each other.
+    """
 
     def __init__(self, name: str, *, lease_s: float, limits: Limits | None = None, first_revision: int = 0) -> None:
         self.name = name
@@ -92,6 +99,8 @@ class JobStore:
         self._blobs = Blobs(self._limits)
         self._keys = Keys(self._limits)
         self._used = -math.inf
+        self._frontier: tuple[tuple[str, Version], ...] = ()
+        self._frontier_seen = self._frontier_changed = -1
 
     # What others see
 
@@ -103,17 +112,63 @@ class JobStore:
         """Names of the engines that a version would wait for."""
         return [name for name, engine in self._engines.by_name.items() if engine.live]
 
-    def view(self, now: float) -> JobView:
-        """The job as every member sees it: only those whose lease has not lapsed."""
+    def last_change(self, role: Role, engine: str) -> int:
+        """The revision of the last change that concerned a role; ``engine`` is a worker's or controller's own."""
+        if role == "observer":
+            return self.revision
+        if role == "writer":
+            return self._revision.last((TRAINER, VERSION, SENDING))
+        near = (engine, *self._catch_ups.taken_from(engine))
+        common = self._revision.last((TRAINER, VERSION, *map(of_engine, near)))
+        if role == "controller":
+            return max(common, self._frontier_change())
+        own = self._engines.by_name.get(engine)
+        layouts = {member.info.layout for member in own.workers.values()} if own is not None else ()
+        return max(common, self._revision.last(map(of_digest, layouts)))
+
+    def _frontier_change(self) -> int:
+        """The revision at which what other engines may be behind has changed; found out when asked for, not kept."""
+        states = self._revision.last((STATES,))
+        if states != self._frontier_seen:
+            engines = [engine.view(0.0) for engine in self._engines.by_name.values()]
+            found = tuple((name, self._engines.by_name[name].version) for name in frontier(engines))
+            if found != self._frontier:
+                self._frontier, self._frontier_changed = found, states
+            self._frontier_seen = states
+        return self._frontier_changed
+
+    def with_digests(self, view: JobView, engine: str | None) -> JobView:
+        """A view with the digests of one engine's layouts, or with all."""
+        sync = self._versions.sync
+        if sync is None or view.sync is None:
+            return view
+        layouts = None
+        if engine is not None:
+            own = self._engines.by_name.get(engine)
+            layouts = {member.info.layout for member in own.workers.values()} if own is not None else set()
+        shown = msgspec.structs.replace(view.sync, digests=sync.digests.view(sync.world, layouts))
+        return msgspec.structs.replace(view, sync=shown)
+
+    def left_out(self, view: JobView, watch: Watch) -> JobView:
+        """What a role is shown without what the asker holds: of workers, a writer all, others those of their engine."""
+        names = view.engines if watch.role == "writer" else {watch.engine} & view.engines.keys()
+        workers_since = {name: self._revision.last((of_workers(name),)) for name in names}
+        return leave_out(view, watch.roster, self._revision.last((TRAINER,)), workers_since)
+
+    def view(self, now: float, layouts: Collection[str] | None = None) -> JobView:
+        """The job as those see it who look on: only members whose lease has not lapsed.
+
+        Digests are those of ``layouts``, or all.
+        """
         sync, last = self._versions.sync, self._versions.last
         return JobView(
             revision=self.revision,
             epoch=self._versions.epoch,
             writers=self._runs.present(),
             engines={name: engine.view(now) for name, engine in sorted(self._engines.by_name.items())},
-            sync=sync.view(now) if sync else None,
+            sync=sync.view(now, layouts) if sync else None,
             catch_ups=self._catch_ups.views(now),
-            last=msgspec.structs.replace(last.view(now), digests={}) if last else None,
+            last=last.view(now, ()) if last else None,
         )
 
     def status(self, now: float) -> JobStatus:
@@ -148,7 +203,7 @@ class JobStore:
             self._versions.fail(info.engine, reason)
             self._catch_ups.fail(info.engine, reason)
         if info.weights != "held":
-            self._catch_ups.end_from(info.engine, f"{describe(info)}: {info.weights_reason}")
+            self._catch_ups.end(f"{describe(info)}: {info.weights_reason}", source=info.engine)
         if self._versions.sync is not None:
             self._versions.sync.leave_parked()
         return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch)
@@ -372,7 +427,7 @@ class JobStore:
     def restored(saved: SavedJob) -> JobStore:
         """A store that goes on where the saved one was. It takes ``saved`` over: decode one for each store."""
         store = JobStore(saved.name, lease_s=saved.lease_s, limits=saved.limits)
-        store._revision.number, store._revision.due = saved.revision.number, saved.revision.due
+        store._revision.restore(saved.revision)
         store._members.restore(saved.members)
         store._runs.restore(saved.runs)
         store._engines.restore(saved.engines)
@@ -436,10 +491,13 @@ class JobStore:
         if not isinstance(info, WriterInfo):
             self._versions.fail(info.engine, f"{describe(info)} {why}")
             self._catch_ups.fail(info.engine, f"{describe(info)} {why}")
+            self._engines.note_gone(info.engine)
         elif self._runs.lose(info):
             self._versions.end(f"{describe(info)} {why}")
+            self._revision.advance(TRAINER)
+        else:
+            self._revision.advance()
         self._revision.due_by(now + LEASES_UNTIL_DROPPED * self.lease_s)
-        self._revision.advance()
 
     def _set_state(self, engine: Engine, state: EngineState, version: Version, reason: str) -> None:
         self._engines.set_state(engine, state, version, reason)

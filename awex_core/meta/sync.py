@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,11 +26,22 @@ from awex_core.meta.messages import (
     WorkerInfo,
     WriterInfo,
 )
-from awex_core.meta.revision import Revision
+from awex_core.meta.revision import SENDING, STATES, VERSION, Revision, of_digest, of_engine
 from awex_core.modes import VerifyMode
 from awex_core.version import INITIAL, Version
 
 TERMINAL: frozenset[EngineOutcome] = frozenset({"committed", "failed"})
+
+
+@dataclass(frozen=True)
+class Concern:
+    """Whom a version concerns beside the engines in it: when its state changes, and meanwhile those who send it."""
+
+    state: tuple[str, ...]
+    senders: tuple[str, ...]
+
+
+OF_TRAINER = Concern(state=(VERSION,), senders=(SENDING,))
 
 
 @dataclass
@@ -38,6 +49,8 @@ class Sync:
     """One version on its way; ``deadline`` is a time, ``timeout_s`` what each of its two phases may take.
 
     ``world`` ranks must arrive before it opens; it is done when no engine of ``parts`` is pending any more.
+
+    Large because whatever is said of a version decides the same: what became of an engine, and whether all are done.
     """
 
     version: Version
@@ -51,6 +64,7 @@ class Sync:
     engines: Mapping[str, Engine]
     """All engines of the job, at any time."""
     revision: Revision
+    concern: Concern = OF_TRAINER
     state: SyncState = "gathering"
     arrived: set[int] = field(default_factory=set)
     parts: dict[str, EngineSync] = field(default_factory=dict)
@@ -64,13 +78,14 @@ class Sync:
     quorum: int | None = 0
     """Engines that have to commit before it ends without those that are parked; None: it waits for them."""
 
-    def view(self, now: float) -> SyncView:
+    def view(self, now: float, layouts: Collection[str] | None = None) -> SyncView:
+        """As others see it, with the digests of these layouts, or all."""
         return SyncView(
             version=self.version,
             state=self.state,
             arrived=sorted(self.arrived),
             engines={name: self._shown(name) for name in self.parts},
-            digests=self.digests.view(self.world),
+            digests=self.digests.view(self.world, layouts),
             verify=self.verify,
             only=list(self.only),
             base=self.base or INITIAL,
@@ -125,13 +140,14 @@ class Sync:
         if rank in self.arrived:
             return
         self.arrived.add(rank)
-        self.revision.advance()
+        self.revision.advance()  # one of many: those whom it concerns learn of the last
         if self.state == "gathering" and len(self.arrived) == self.world:
             self._open(now)
 
     def _open(self, now: float) -> None:
         """Fix the engines that take part: a torn one does, because a full update repairs it; a refused one fails."""
         self.state, self.deadline = "open", now + self.timeout_s
+        self.revision.advance(*self.concern.state)
         self.revision.due_by(self.deadline)
         for name, engine in self.engines.items():
             if engine.live and engine.state == "refused":
@@ -158,7 +174,7 @@ class Sync:
     def _end_if_done(self) -> None:
         if self.state == "open" and not self.pending():
             self.state = "done"
-            self.revision.advance()
+            self.revision.advance(*self.concern.state)
 
     def end(self, reason: str) -> None:
         """End it now, failing every engine that has not finished."""
@@ -167,7 +183,7 @@ class Sync:
         for name in self.pending():
             self.fail(name, reason)
         self.state, self.reason = "done", reason[:MAX_REASON]
-        self.revision.advance()
+        self.revision.advance(*self.concern.state)
 
     def reading(self) -> list[str]:
         """The engines that may be reading the writers' memory, of which one without a controller gives no notice."""
@@ -233,10 +249,10 @@ class Sync:
             self.fail(engine.name, f"{describe(info)}: {message.reason or 'it gave no reason'}")
         elif message.prefetched:
             self.prefetched.setdefault(engine.name, set()).add(info.rank)
-            self.revision.advance()
+            self.revision.advance(of_engine(engine.name))
         elif before.outcome not in TERMINAL and info.rank not in reported:
             reported.add(info.rank)
-            self.revision.advance()
+            self.revision.advance(of_engine(engine.name))
             self._add_figures(engine.name, message.figures)
             if not engine.controlled:
                 self._progress(engine, "updating" if self._why_not_whole(engine) else "committed", "")
@@ -253,7 +269,7 @@ class Sync:
             return ReportReply(accepted=False, reason=reason)
         if not known:
             self.parts[name] = msgspec.structs.replace(part, resends=[*part.resends, wanted])
-            self.revision.advance()
+            self.revision.advance(of_engine(name), *self.concern.senders)
         return ReportReply(accepted=True)
 
     def hear_sender(self, info: WriterInfo | WorkerInfo, message: ReportSender) -> ReportReply:
@@ -281,7 +297,7 @@ class Sync:
 
     def _record(self, name: str, outcome: EngineOutcome, reason: str = "") -> None:
         self.parts[name] = msgspec.structs.replace(self.parts[name], outcome=outcome, reason=reason[:MAX_REASON])
-        self.revision.advance()
+        self.revision.advance(of_engine(name), *(self.concern.senders if outcome == "failed" else (STATES,)))
         self._end_if_done()
         self.leave_parked()
 
@@ -303,7 +319,7 @@ class Sync:
         if figures:
             part = self.parts[name]
             self.parts[name] = msgspec.structs.replace(part, figures={**part.figures, **figures})
-            self.revision.advance()
+            self.revision.advance(of_engine(name))
 
     def _add_figures(self, name: str, figures: dict[str, float]) -> None:
         """Add one more worker's figures: times (``*_s``) by the slowest, everything else by the sum."""
@@ -320,11 +336,12 @@ class Sync:
             raise Refused("too_large", f"digests of one version may hold {max_bytes} bytes in all")
         changed = [self.digests.keep(layout, rank, part) for layout, part in message.digests.items()]
         if any(changed):
-            self.revision.advance()
+            whole = [layout for layout in message.digests if len(self.digests.parts[layout]) == self.world]
+            self.revision.advance(*map(of_digest, whole))
 
 
 class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a ``Sync`` knows by itself: all but the job's engines and revision."""
+    """What a ``Sync`` knows by itself: all but the job's engines and revision, and whom it concerns."""
 
     version: Version
     verify: VerifyMode
@@ -351,10 +368,12 @@ def save_sync(sync: Sync) -> SavedSync:
     return SavedSync(**fields | {"digests": sync.digests.parts})
 
 
-def restore_sync(saved: SavedSync, engines: Mapping[str, Engine], revision: Revision) -> Sync:
+def restore_sync(
+    saved: SavedSync, engines: Mapping[str, Engine], revision: Revision, concern: Concern = OF_TRAINER
+) -> Sync:
     """The version as it was."""
     fields = msgspec.structs.asdict(saved) | {"digests": Digests(saved.digests)}
-    return Sync(engines=engines, revision=revision, **fields)
+    return Sync(engines=engines, revision=revision, concern=concern, **fields)
 
 
 def _answer(engine: str, before: EngineSync, claimed: EngineOutcome) -> ReportReply:

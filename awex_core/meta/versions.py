@@ -10,7 +10,7 @@ from awex_core.errors import Fenced, Refused
 from awex_core.meta.engines import Engine
 from awex_core.meta.limits import MAX_NUMBER, MAX_REASON, MAX_WAIT_S
 from awex_core.meta.messages import Announce
-from awex_core.meta.revision import Revision
+from awex_core.meta.revision import SENDING, STATES, TRAINER, VERSION, Revision, of_digest, of_engine
 from awex_core.meta.runs import Run
 from awex_core.meta.sync import SavedSync, Sync, restore_sync, save_sync
 from awex_core.version import Version
@@ -56,7 +56,7 @@ class Versions:
             engine.generation += 1
             if engine.said == "refused":  # what it refused was the earlier trainer's model
                 engine.said, engine.said_reason = "ready", ""
-        self._revision.advance()
+        self._revision.advance(TRAINER, SENDING, STATES, *map(of_engine, self._engines))
 
     def see(self, version: Version, engine: str, *, writing: bool) -> None:
         """Never hand out a version that is not newer than one an engine serves.
@@ -175,7 +175,9 @@ class Versions:
             revision=self._revision,
         )
         self._revision.due_by(self.sync.deadline)
-        self._revision.advance()
+        self._revision.advance(VERSION)
+        if self.last is not None:
+            self._revision.forget(map(of_digest, self.last.digests.parts))
         given_up = self._given_up.pop(message.number, {})
         if rank in given_up:  # the trainer tries again
             given_up.clear()

@@ -7,7 +7,7 @@ import math
 import time
 
 from awex_core.errors import MetaServerError
-from awex_core.meta.client import MetaClient
+from awex_core.meta.client import WriterClient
 from awex_core.meta.messages import JobView, SyncView
 from awex_core.settings.config import SyncConfig
 
@@ -23,7 +23,7 @@ _ASK_S = 5.0
 class Alone:
     """What one trainer has been told of that."""
 
-    def __init__(self, client: MetaClient, config: SyncConfig) -> None:
+    def __init__(self, client: WriterClient, config: SyncConfig) -> None:
         self._client, self._config = client, config
         self._warned_at = -math.inf
         """When it was said last."""

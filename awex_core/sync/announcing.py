@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from awex_core.errors import AwexError, MetaServerError, Refused
-from awex_core.meta.client import MetaClient
+from awex_core.meta.client import WriterClient
 from awex_core.meta.messages import JobView, SyncView
 from awex_core.modes import VerifyMode
 from awex_core.protocol.publishing import Base, announced
@@ -34,7 +34,7 @@ class Announcement:
 class Announcing:
     """One rank's."""
 
-    def __init__(self, member: WriterMembership, client: MetaClient) -> None:
+    def __init__(self, member: WriterMembership, client: WriterClient) -> None:
         self._member, self._client = member, client
 
     def announce(self, version: Announcement) -> None:

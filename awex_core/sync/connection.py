@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from awex_core.meta.client import WorkerClient
 from awex_core.plan import check_precision
 from awex_core.protocol.receiving import Update
 from awex_core.protocol.sessions import SessionKey, sources_of
@@ -16,7 +17,9 @@ from awex_core.transfer.base import Deadline
 class Connection:
     """The session, if there is one."""
 
-    def __init__(self, model: WorkerModel, member: WorkerMembership, ready: Preparation, context: SyncContext) -> None:
+    def __init__(
+        self, model: WorkerModel, member: WorkerMembership, ready: Preparation, context: SyncContext[WorkerClient]
+    ) -> None:
         self._model, self._member, self._ready, self._context = model, member, ready, context
         self.session: ReaderSession | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from awex_core.layout.layout import Layout
 from awex_core.layout.wire import Manifest, decode_layout, decode_manifest
@@ -31,16 +32,19 @@ class LayoutCache:
         return self._layouts[name]
 
 
+Client = TypeVar("Client", bound=MetaClient, covariant=True)
+
+
 @dataclass(frozen=True)
-class SyncContext:
+class SyncContext(Generic[Client]):
     """The meta server's client, the settings, and the layouts that were fetched so far. Shared between threads."""
 
-    client: MetaClient
+    client: Client
     config: SyncConfig
     layouts: LayoutCache
 
     @classmethod
-    def of(cls, config: SyncConfig) -> SyncContext:
-        """For a member with these settings; connects to nothing yet."""
-        client = MetaClient.of(config)
+    def of(cls, kind: type[Client], config: SyncConfig, engine: str = "") -> SyncContext[Client]:
+        """For a member with these settings, whose role has this kind of client; connects to nothing yet."""
+        client = kind.of(config, engine)
         return cls(client, config, LayoutCache(client))

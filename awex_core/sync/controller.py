@@ -35,7 +35,8 @@ from typing import Any, Literal, TypeVar
 
 from awex_core import stacks
 from awex_core.errors import AwexError, Fenced, Interrupted, MetaServerError, SyncTimeout, TransferError
-from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.meta.client import ControllerClient
+from awex_core.meta.leases import LeaseKeeper
 from awex_core.meta.messages import EngineState, EngineView, JobView, SyncView, WeightsState
 from awex_core.protocol.sessions import refusals
 from awex_core.settings.config import SyncConfig
@@ -86,7 +87,7 @@ class EngineController:
         self.last_sync: dict[str, float] = {}
         stacks.enable()
         self._host = host
-        self._client = MetaClient.of(config)
+        self._client = ControllerClient.of(config, engine)
         self._process = this_process(config)
         self._leases: LeaseKeeper | None = None
         self._lease_s = 0.0
@@ -220,12 +221,10 @@ class EngineController:
 
     async def run(self) -> None:
         """Follow the job until cancelled. Never ends by itself: every failure is logged and survived."""
-        since = 0
+        view: JobView | None = None
         while True:
             try:
-                view = await asyncio.to_thread(self._client.watch, since, self._watch_s)
-                # A restarted server counts from the beginning again.
-                since = view.revision
+                view = await asyncio.to_thread(self._client.watch, view, self._watch_s)
                 self._note_contact(view)
                 await self._step(view)
             except asyncio.CancelledError:
@@ -234,7 +233,7 @@ class EngineController:
                 logger.warning("awex: engine %s: %s", self.engine, error)
                 if isinstance(error, MetaServerError):
                     self._trouble = str(error)
-                since = 0
+                view = None
                 await asyncio.sleep(_RETRY_S)
 
     @property

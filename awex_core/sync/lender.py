@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 
 from awex_core.errors import AwexError
 from awex_core.layout.live import Memory
+from awex_core.meta.client import WorkerClient
 from awex_core.meta.messages import CatchUpView, JobView, Resend, SyncView, WorkerInfo, WriterInfo
 from awex_core.plan import SourceIndex, index_sources
 from awex_core.protocol.lending import catch_up_of, next_resend, ready_to_take
@@ -38,7 +39,7 @@ class Lender:
         worker: WorkerInfo,
         memory: Memory,
         version: Version,
-        context: SyncContext,
+        context: SyncContext[WorkerClient],
         *,
         reading: Callable[[], AbstractContextManager[None]],
         verify: Callable[[], None],

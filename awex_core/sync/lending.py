@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from awex_core.meta.client import WorkerClient
 from awex_core.protocol.lending import check_can_lend
 from awex_core.sync.context import SyncContext
 from awex_core.sync.engine import WorkerModel
@@ -20,7 +21,11 @@ class Lending:
     """What is lent now, if anything is."""
 
     def __init__(
-        self, model: WorkerModel, member: WorkerMembership, verification: Verification, context: SyncContext
+        self,
+        model: WorkerModel,
+        member: WorkerMembership,
+        verification: Verification,
+        context: SyncContext[WorkerClient],
     ) -> None:
         self._model, self._member, self._verification, self._context = model, member, verification, context
         self._lender: Lender | None = None

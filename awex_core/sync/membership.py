@@ -12,7 +12,8 @@ import msgspec
 from awex_core.errors import AwexError, ConfigError
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.wire import Manifest, encode_layout, encode_manifest
-from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.meta.client import MetaClient, WorkerClient, WriterClient
+from awex_core.meta.leases import LeaseKeeper
 from awex_core.meta.limits import MAX_TEXT
 from awex_core.meta.messages import JobView, JoinReply, Process, WeightsState, WorkerInfo, WriterInfo
 from awex_core.protocol.publishing import writes
@@ -31,7 +32,7 @@ _REPORT_S = 3.0
 class WorkerMembership:
     """A worker that has joined. Any thread may tell."""
 
-    def __init__(self, client: MetaClient, info: WorkerInfo) -> None:
+    def __init__(self, client: WorkerClient, info: WorkerInfo) -> None:
         """Nothing is told before ``join``."""
         self.client, self.info = client, info
         self._layout = b""
@@ -94,7 +95,7 @@ class WriterMembership:
 
     def __init__(
         self,
-        context: SyncContext,
+        context: SyncContext[WriterClient],
         process: Process,
         rank: int,
         world: int,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from awex_core.errors import ConfigError, PlanError, SyncTimeout, list_faults
+from awex_core.meta.client import WorkerClient
 from awex_core.meta.messages import EngineView, JobView, WriterInfo
 from awex_core.plan import CopyProgram, SourceIndex, index_sources
 from awex_core.protocol.receiving import lacking_shadow
@@ -36,7 +37,7 @@ class Preparation:
         model: WorkerModel,
         member: WorkerMembership,
         ownership: Ownership,
-        context: SyncContext,
+        context: SyncContext[WorkerClient],
         on_change: Callable[[], None],
     ) -> None:
         """``on_change`` is called before the model is traced anew: what was planned from the old trace is void."""

@@ -6,6 +6,7 @@ import logging
 
 from awex_core import stacks
 from awex_core.errors import AwexError, SyncTimeout, TransferError
+from awex_core.meta.client import WorkerClient
 from awex_core.meta.messages import JobView, WeightsState, WorkerInfo
 from awex_core.protocol.receiving import Update, admitted, check_asked_for, outcome_of, patterns_to_pull
 from awex_core.settings.config import SyncConfig
@@ -38,7 +39,7 @@ _HEADSTART_S = 1.0
 class WeightReader:
     """One worker of one engine: traces, pulls its own pieces, verifies them, reports. Made by ``join``."""
 
-    def __init__(self, model: WorkerModel, member: WorkerMembership, context: SyncContext) -> None:
+    def __init__(self, model: WorkerModel, member: WorkerMembership, context: SyncContext[WorkerClient]) -> None:
         self.model, self.config, self.version = model, context.config, INITIAL
         info = member.info
         self.engine, self.rank, self.controlled = info.engine, info.rank, info.controlled
@@ -80,7 +81,7 @@ class WeightReader:
         """
         stacks.enable()
         tidy()
-        context = SyncContext.of(config)
+        context = SyncContext.of(WorkerClient, config, engine)
         process = this_process(config, device)
         info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)
         member = WorkerMembership(context.client, info)

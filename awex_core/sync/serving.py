@@ -19,6 +19,7 @@ import torch
 from awex_core import stacks
 from awex_core.errors import MetaServerError, SyncTimeout
 from awex_core.layout.live import Memory
+from awex_core.meta.client import WriterClient
 from awex_core.meta.messages import EngineSync, EngineView, JobView, Resend, SyncView
 from awex_core.plan import CopyProgram, SourceIndex, index_sources
 from awex_core.protocol.publishing import engine_to_serve
@@ -119,7 +120,7 @@ class _Requests:
 class Server:
     """One trainer rank's ends towards all engines."""
 
-    def __init__(self, rank: int, incarnation: str, context: SyncContext) -> None:
+    def __init__(self, rank: int, incarnation: str, context: SyncContext[WriterClient]) -> None:
         self.rank, self.incarnation, self.client, self._context = rank, incarnation, context.client, context
         self.digests = DigestPrograms(context.layouts, rank)
         self._sources: tuple[list[str], SourceIndex] | None = None

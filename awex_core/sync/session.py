@@ -21,6 +21,7 @@ import torch
 from awex_core.errors import ConfigError, PlanError, TransferError
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory
+from awex_core.meta.client import MetaClient
 from awex_core.meta.messages import Resend, WorkerInfo, WriterInfo
 from awex_core.plan import (
     CopyProgram,
@@ -140,7 +141,7 @@ class WriterSession:
 
     @classmethod
     def open(
-        cls, members: Members, rank: int, memory: Memory, context: SyncContext, deadline: Deadline
+        cls, members: Members, rank: int, memory: Memory, context: SyncContext[MetaClient], deadline: Deadline
     ) -> WriterSession:
         """Plan, compare with every worker, connect. Blocks until the workers have planned, up to the deadline.
 
@@ -254,7 +255,7 @@ class ReaderSession:
         worker: WorkerInfo,
         traced: TracedModel,
         device: torch.device,
-        context: SyncContext,
+        context: SyncContext[MetaClient],
         deadline: Deadline,
     ) -> ReaderSession:
         """Plan, tell the writers, connect.
@@ -337,7 +338,9 @@ class ReaderSession:
             receiver.close()
 
 
-def _choose(writer: WriterInfo, worker: WorkerInfo, device: torch.device, context: SyncContext) -> tuple[str, Any]:
+def _choose(
+    writer: WriterInfo, worker: WorkerInfo, device: torch.device, context: SyncContext[MetaClient]
+) -> tuple[str, Any]:
     """The transport that reaches a writer rank's memory, by name, and what it accepted of it."""
     return choose_transport(writer, worker.process, context.config.transport, device, context.client.get_blob)
 
@@ -358,7 +361,7 @@ class _Opening:
     """Of this end."""
     device: torch.device
     accepts: Sequence[Accept]
-    context: SyncContext
+    context: SyncContext[MetaClient]
     deadline: Deadline
 
     def ends(self, programs: Mapping[str, Programs]) -> list[tuple[Transport, End]]:

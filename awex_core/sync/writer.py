@@ -20,6 +20,7 @@ from awex_core.errors import (
 )
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Held, Memory, check_memory
+from awex_core.meta.client import WriterClient
 from awex_core.meta.messages import JobView, SyncView
 from awex_core.modes import VerifyMode, mode_of_version
 from awex_core.plan import check_patterns
@@ -70,7 +71,7 @@ class WeightWriter:
     blocking, until the weights are copied.
     """
 
-    def __init__(self, weights: PublishedWeights, member: WriterMembership, context: SyncContext) -> None:
+    def __init__(self, weights: PublishedWeights, member: WriterMembership, context: SyncContext[WriterClient]) -> None:
         self.rank, self.world, self.run, self.config = member.rank, member.world, member.run, context.config
         self._weights, self._member, self._client = weights, member, context.client
         self._announcing = Announcing(member, context.client)
@@ -116,7 +117,7 @@ class WeightWriter:
         check_memory(layout, memory)
         stacks.enable()
         tidy()
-        context = SyncContext.of(config)
+        context = SyncContext.of(WriterClient, config)
         process = this_process(config, _device_of(memory))
         member = WriterMembership(context, process, rank, world, run, manifest)
         weights = PublishedWeights(layout, memory, finalize)

@@ -65,16 +65,20 @@ def _shift_clock(seconds: float) -> None:
 
 def install() -> None:
     """Wrap what the product calls at each point, in whatever process this is."""
-    from awex_core.meta import client, store
+    from awex_core.meta import client, connection, store
     from awex_core.sync import controller, reader, serving, session, verification, writer
     from awex_core.transfer import shm, shm_staged
 
     shm._CALL_BYTES = CALL_NBYTES
     writer._GRACE_S, controller._GRACE_S, client.REPLY_S = WRITER_GRACE_S, CONTROLLER_GRACE_S, REPLY_S
-    joins = client.MetaClient
-    _before(joins, "join_writer", lambda _, info: reach("trainer", "", info.rank, "join"))
-    _before(joins, "join_worker", lambda _, info, **more: reach("worker", info.engine, info.rank, "join"))
-    _before(joins, "join_controller", lambda _, engine, *rest, **more: reach("controller", engine, 0, "join"))
+    connection.REPLY_S = REPLY_S
+    _before(client.WriterClient, "join_writer", lambda _, info: reach("trainer", "", info.rank, "join"))
+    _before(client.WorkerClient, "join_worker", lambda _, info, **more: reach("worker", info.engine, info.rank, "join"))
+    _before(
+        client.ControllerClient,
+        "join_controller",
+        lambda _, engine, *rest, **more: reach("controller", engine, 0, "join"),
+    )
     _before(session.WriterSession, "open", lambda members, rank, *rest: reach("trainer", "", rank, "plan"))
     _before(session.ReaderSession, "open", lambda members, worker, *rest: _of_worker(worker, "plan"))
     _before(controller.EngineController, "_connect", lambda self, *rest: _of_controller(self, "plan"))

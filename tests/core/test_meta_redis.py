@@ -23,7 +23,7 @@ from awex_core import cli
 from awex_core.errors import ConfigError, Fenced, Refused, Unreachable
 from awex_core.meta import messages as m
 from awex_core.meta import replicated
-from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.meta.leases import LeaseKeeper
 from awex_core.meta.limits import Limits
 from awex_core.meta.redis_store import Logged, RedisStore, SavedState
 from awex_core.meta.server import MetaServer
@@ -32,6 +32,7 @@ from awex_core.testing.fake_engine import holds
 from awex_core.version import Version
 from tests.core.test_meta_server import HEADERS, TOKEN, in_thread, process, until, worker, writer
 from tests.core.test_sync import Loop, Trainer
+from tests.support.any_client import AnyClient
 from tests.support.authority import Authority
 from tests.support.redis import RedisProcess
 
@@ -59,8 +60,8 @@ def serve(redis: RedisProcess) -> Iterator[Callable[..., MetaServer]]:
         yield serve
 
 
-def client_of(*servers: MetaServer, **settings: Any) -> MetaClient:
-    return MetaClient(",".join(server.address for server in servers), "job", TOKEN, **{"timeout_s": 20, **settings})
+def client_of(*servers: MetaServer, **settings: Any) -> AnyClient:
+    return AnyClient(",".join(server.address for server in servers), "job", TOKEN, **{"timeout_s": 20, **settings})
 
 
 def port_of(server: MetaServer) -> int:
@@ -75,7 +76,7 @@ def test_jobs_are_listed_by_the_server_that_serves_them(serve: Callable[..., Met
         assert client.jobs(timeout_s=5) == {"job": ["e"]} and idle.jobs(timeout_s=5) == {}
 
 
-def begin_version(client: MetaClient) -> None:
+def begin_version(client: AnyClient) -> None:
     """Two writer ranks, an engine, and a version that waits for the second rank."""
     for rank in (0, 1):
         client.join_writer(writer(f"w{rank}", rank=rank, world=2))
@@ -84,7 +85,7 @@ def begin_version(client: MetaClient) -> None:
     client.announce("w0", 7, timeout_s=60, verify="off")
 
 
-def finish_version(client: MetaClient) -> None:
+def finish_version(client: AnyClient) -> None:
     client.announce("w1", 7, timeout_s=60, verify="off")
     assert client.report_engine("c", Version(1, 7), "updating").accepted
     assert client.report_worker("k", Version(1, 7)).accepted
@@ -95,9 +96,9 @@ def finish_version(client: MetaClient) -> None:
 
 
 def without_times(view: m.JobView) -> m.JobView:
-    """A view without what depends on when it was taken."""
+    """A view without what depends on when it was taken, and by which server."""
     assert view.sync is not None
-    return structs.replace(view, sync=structs.replace(view.sync, remaining_s=0))
+    return structs.replace(view, source="", sync=structs.replace(view.sync, remaining_s=0))
 
 
 # One state
@@ -122,8 +123,8 @@ def test_two_servers_show_the_same(serve):
 def test_a_long_poll_wakes_at_a_change_at_another_server(serve):
     with client_of(serve()) as first, client_of(serve()) as second:
         first.join_writer(writer())
-        revision = second.watch().revision
-        thread, results = in_thread(lambda: second.watch(revision, 15))
+        before = second.watch()
+        thread, results = in_thread(lambda: second.watch(before, 15))
         first.join_worker(worker())
         thread.join(15)
         assert "e" in results[0].engines
@@ -248,7 +249,7 @@ def test_a_server_that_was_stopped_for_long_reads_the_saved_state(serve, two_pro
     """The others went on meanwhile, and dropped what it had not read."""
     monkeypatch.setattr(replicated, "SAVE_ENTRIES", 20)
     late = two_processes[0]
-    with client_of(serve()) as client, MetaClient(late.address, "job", TOKEN, timeout_s=30) as asking:
+    with client_of(serve()) as client, AnyClient(late.address, "job", TOKEN, timeout_s=30) as asking:
         begin_version(client)
         assert asking.watch().epoch == 1
         late.process.send_signal(signal.SIGSTOP)
@@ -286,8 +287,8 @@ def test_a_version_ends_well_though_one_server_is_killed_in_the_middle(two_proce
     one, other = two_processes
     both, turned = f"{one.address},{other.address}", f"{other.address},{one.address}"
     with (
-        MetaClient(both, "job", TOKEN, timeout_s=20) as trainer,
-        MetaClient(turned, "job", TOKEN, timeout_s=20) as engine,
+        AnyClient(both, "job", TOKEN, timeout_s=20) as trainer,
+        AnyClient(turned, "job", TOKEN, timeout_s=20) as engine,
     ):
         rejoined: list[str] = []
         keepers = [LeaseKeeper(client, 5, rejoined.append) for client in (trainer, engine)]
@@ -464,10 +465,10 @@ def test_a_password_is_in_no_log_and_no_message(tmp_path, caplog):
     try:
         server = ServerProcess(redis, tmp_path / "server.log")
         try:
-            with MetaClient(server.address, "job", TOKEN, timeout_s=10) as client:
+            with AnyClient(server.address, "job", TOKEN, timeout_s=10) as client:
                 client.join_writer(writer())
             redis.kill()
-            with MetaClient(server.address, "job", TOKEN, timeout_s=1) as client, pytest.raises(Unreachable) as raised:
+            with AnyClient(server.address, "job", TOKEN, timeout_s=1) as client, pytest.raises(Unreachable) as raised:
                 client.watch()
             until(lambda: "requests are put off" in server.log.read_text(), 20)
         finally:
@@ -537,4 +538,4 @@ def test_several_addresses(serve):
         client.join_writer(writer())
         assert client.watch().writers
     with pytest.raises(ConfigError, match="'nonsense' is not HOST:PORT"):
-        MetaClient("h:1,nonsense", "job", TOKEN)
+        AnyClient("h:1,nonsense", "job", TOKEN)

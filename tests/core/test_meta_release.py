@@ -14,13 +14,13 @@ import pytest
 
 import awex_core
 from awex_core.errors import Incompatible, MetaServerError
-from awex_core.meta import client as meta_client
+from awex_core.meta import connection
 from awex_core.meta import messages as m
-from awex_core.meta.client import MetaClient
 from awex_core.meta.release import HEADER, OURS, Release, parse_release, why_apart
 from awex_core.meta.server import MetaServer
 from tests.core.test_meta_server import HEADERS, TOKEN, error_of, post, process, worker
 from tests.rules.tree import setup_cfg
+from tests.support.any_client import AnyClient
 
 NEXT = Release(OURS.major + 1, 0, "9.0.0")
 NEWER = Release(OURS.major, OURS.minor + 1, "0.9.0")
@@ -93,7 +93,7 @@ def test_a_server_refuses_members_of_another_protocol(server: MetaServer, theirs
 
 
 def test_people_need_not_name_a_release(server: MetaServer) -> None:
-    with MetaClient(server.address, "job", TOKEN) as client:
+    with AnyClient(server.address, "job", TOKEN) as client:
         client.join_worker(worker())
     url, token = f"http://{server.address}/v1/jobs/job", {"authorization": HEADERS["authorization"]}
     assert httpx.get(url, headers=token, trust_env=False).status_code == 200
@@ -110,7 +110,7 @@ def test_a_client_refuses_a_server_of_another_protocol(release: str, status: int
     """Whether that has taken its words or not."""
     with (
         answering(status, msgspec.msgpack.encode(body), release) as address,
-        MetaClient(address, "job", TOKEN) as client,
+        AnyClient(address, "job", TOKEN) as client,
         pytest.raises(Incompatible) as caught,
     ):
         client.join_worker(worker())
@@ -122,7 +122,7 @@ def test_a_client_refuses_a_server_of_another_protocol(release: str, status: int
 def test_what_is_no_meta_server_is_not_taken_for_an_old_one() -> None:
     with (
         answering(404, b"<html>", "") as address,
-        MetaClient(address, "job", TOKEN) as client,
+        AnyClient(address, "job", TOKEN) as client,
         pytest.raises(MetaServerError, match="is not an answer of a meta server") as caught,
     ):
         client.join_worker(worker())
@@ -130,8 +130,8 @@ def test_what_is_no_meta_server_is_not_taken_for_an_old_one() -> None:
 
 
 def test_a_client_is_refused_with_both_names(server: MetaServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta_client, "OURS", replace(OURS, major=OURS.major + 1, name="9.0.0"))
-    with MetaClient(server.address, "job", TOKEN) as client, pytest.raises(MetaServerError) as caught:
+    monkeypatch.setattr(connection, "OURS", replace(OURS, major=OURS.major + 1, name="9.0.0"))
+    with AnyClient(server.address, "job", TOKEN) as client, pytest.raises(MetaServerError) as caught:
         client.join_worker(worker())
     assert "9.0.0" in str(caught.value) and OURS.name in str(caught.value)
 
@@ -145,10 +145,10 @@ def test_what_a_newer_minor_release_adds_is_ignored(server: MetaServer) -> None:
     url = f"http://{server.address}/v1/jobs/job/join_worker"
     headers = {**HEADERS, HEADER: NEWER.header}
     assert httpx.post(url, content=body, headers=headers, trust_env=False).status_code == 200
-    with MetaClient(server.address, "job", TOKEN) as client:
+    with AnyClient(server.address, "job", TOKEN) as client:
         assert client.watch().engines["e"].workers == [worker()]
     answer = msgspec.msgpack.encode({"lease_s": 7.0, "colour": "red"})
-    with answering(200, answer, NEWER.header) as address, MetaClient(address, "job", TOKEN) as client:
+    with answering(200, answer, NEWER.header) as address, AnyClient(address, "job", TOKEN) as client:
         assert client.join_worker(worker()) == m.JoinReply(lease_s=7.0)
 
 
@@ -160,6 +160,6 @@ def test_a_request_that_the_server_does_not_know_yet_says_which_end_to_upgrade(s
 
 def test_a_member_says_which_release_it_is(server: MetaServer) -> None:
     seen = msgspec.structs.replace(worker(), process=msgspec.structs.replace(process("k"), release=OURS.name))
-    with MetaClient(server.address, "job", TOKEN) as client:
+    with AnyClient(server.address, "job", TOKEN) as client:
         client.join_worker(seen)
         assert client.status().view.engines["e"].workers[0].process.release == OURS.name

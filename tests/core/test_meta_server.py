@@ -23,11 +23,12 @@ from awex_core import cli
 from awex_core.errors import ConfigError, Fenced, MetaServerError, Refused, SyncTimeout, Unauthorized, Unreachable
 from awex_core.layout import content_hash
 from awex_core.meta import messages as m
-from awex_core.meta.client import LeaseKeeper, MetaClient
+from awex_core.meta.leases import LeaseKeeper
 from awex_core.meta.limits import Limits
 from awex_core.meta.release import HEADER, OURS
 from awex_core.meta.server import MetaServer
 from awex_core.version import Version
+from tests.support.any_client import AnyClient
 
 TOKEN = "a-test-token"
 HEADERS = {"authorization": f"Bearer {TOKEN}", HEADER: OURS.header}
@@ -42,7 +43,7 @@ def server():
 
 @pytest.fixture
 def client(server):
-    with MetaClient(server.address, "job", TOKEN, timeout_s=5) as client:
+    with AnyClient(server.address, "job", TOKEN, timeout_s=5) as client:
         yield client
 
 
@@ -96,11 +97,11 @@ def test_a_wrong_or_missing_token_is_refused(server, token):
 
 
 @pytest.mark.parametrize(
-    "ask", [MetaClient.watch, lambda client: client.put_blob(b"layout")], ids=["with a body", "HEAD"]
+    "ask", [AnyClient.watch, lambda client: client.put_blob(b"layout")], ids=["with a body", "HEAD"]
 )
 def test_the_client_raises_unauthorized(server, ask):
     """Also where the answer, to a HEAD request, has no body: a writer's first question is one."""
-    with MetaClient(server.address, "job", "wrong") as client:
+    with AnyClient(server.address, "job", "wrong") as client:
         with pytest.raises(Unauthorized, match="wrong bearer token; give clients the server's token"):
             ask(client)
 
@@ -151,12 +152,12 @@ def test_an_oversized_body_without_a_length_is_refused_while_it_streams(server):
 def test_jobs_are_listed_with_their_live_engines(server, client):
     assert client.jobs(timeout_s=5) == {}
     client.join_writer(writer())
-    with MetaClient(server.address, "other", TOKEN) as other:
+    with AnyClient(server.address, "other", TOKEN) as other:
         other.join_worker(worker("k1", "whole"))
         other.join_controller("whole", process("c1"))
         other.join_worker(worker("k2", "no controller"))
         assert client.jobs(timeout_s=5) == other.jobs(timeout_s=5) == {"job": [], "other": ["whole"]}
-    with MetaClient(server.address, "job", "wrong") as stranger, pytest.raises(Unauthorized):
+    with AnyClient(server.address, "job", "wrong") as stranger, pytest.raises(Unauthorized):
         stranger.jobs(timeout_s=5)
 
 
@@ -234,7 +235,7 @@ def test_a_server_that_is_stopped_waits_for_no_body_and_logs_no_error(logged):
 
 def test_an_address_without_a_port_is_a_config_error():
     with pytest.raises(ConfigError, match="is not HOST:PORT"):
-        MetaClient("localhost", "job", TOKEN)
+        AnyClient("localhost", "job", TOKEN)
 
 
 def test_a_name_that_has_an_ipv6_address_only(monkeypatch):
@@ -245,7 +246,7 @@ def test_a_name_that_has_an_ipv6_address_only(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     for host in ("six.test", "::1", "[::1]"):
-        with MetaServer(TOKEN, host=host) as server, MetaClient(server.address, "job", TOKEN) as client:
+        with MetaServer(TOKEN, host=host) as server, AnyClient(server.address, "job", TOKEN) as client:
             assert server.address.startswith("[::1]:")
             client.check()
 
@@ -364,7 +365,7 @@ def test_a_blob_that_is_not_what_its_name_says_is_refused(server):
 
 def test_joins_are_limited_and_the_client_waits_for_its_turn():
     limits = Limits(joins_per_s=20, join_burst=2)
-    with MetaServer(TOKEN, limits=limits) as server, MetaClient(server.address, "job", TOKEN) as client:
+    with MetaServer(TOKEN, limits=limits) as server, AnyClient(server.address, "job", TOKEN) as client:
         begin = time.monotonic()
         for _ in range(6):
             client.join_writer(writer())
@@ -374,7 +375,7 @@ def test_joins_are_limited_and_the_client_waits_for_its_turn():
 
 def test_a_client_whose_turn_does_not_come_says_so():
     limits = Limits(joins_per_s=0.001, join_burst=1)
-    with MetaServer(TOKEN, limits=limits) as server, MetaClient(server.address, "job", TOKEN, timeout_s=2) as client:
+    with MetaServer(TOKEN, limits=limits) as server, AnyClient(server.address, "job", TOKEN, timeout_s=2) as client:
         client.join_writer(writer())
         client.heartbeat(["w"])
         with pytest.raises(Refused, match=r"more than 0\.001 joins a second after 1 at once") as refused:
@@ -391,8 +392,8 @@ def test_a_client_whose_turn_does_not_come_says_so():
 
 def test_a_long_poll_wakes_at_the_next_change(client):
     client.join_writer(writer())
-    revision = client.watch().revision
-    thread, results = in_thread(lambda: client.watch(revision, 5))
+    before = client.watch()
+    thread, results = in_thread(lambda: client.watch(before, 5))
     time.sleep(0.05)
     assert not results
     begin = time.monotonic()
@@ -404,12 +405,12 @@ def test_a_long_poll_wakes_at_the_next_change(client):
 
 def test_a_long_poll_ends_after_its_time(client):
     client.join_writer(writer())
-    revision = client.watch().revision
-    assert client.watch(revision, 0.05).revision == revision
+    before = client.watch()
+    assert client.watch(before, 0.05).revision == before.revision
 
 
 def test_leases_lapse_while_nobody_asks():
-    with MetaServer(TOKEN, lease_s=0.1) as server, MetaClient(server.address, "job", TOKEN) as client:
+    with MetaServer(TOKEN, lease_s=0.1) as server, AnyClient(server.address, "job", TOKEN) as client:
         client.join_writer(writer())
         view = client.wait_for(lambda view: None if view.writers else view, timeout_s=5, what="the lapse")
         assert view.epoch == 1
@@ -435,7 +436,7 @@ def test_waiting_on_a_server_that_is_away_says_so(server, client):
 def test_silence_is_unreachable(server):
     server.stop()
     with (
-        MetaClient(server.address, "job", TOKEN, timeout_s=0.2) as client,
+        AnyClient(server.address, "job", TOKEN, timeout_s=0.2) as client,
         pytest.raises(Unreachable, match=r"did not answer within 0\.2 s \(connection refused\); check"),
     ):
         client.join_writer(writer())
@@ -454,7 +455,7 @@ def test_something_else_on_the_port_is_recognised():
         in_thread(answer)
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with (
-            MetaClient(address, "job", TOKEN, timeout_s=5) as client,
+            AnyClient(address, "job", TOKEN, timeout_s=5) as client,
             pytest.raises(MetaServerError, match="status 418, which is not an answer of a meta server"),
         ):
             client.leave("w")
@@ -462,10 +463,10 @@ def test_something_else_on_the_port_is_recognised():
 
 def test_stopping_does_not_wait_for_long_polls():
     server = MetaServer(TOKEN).start()
-    with MetaClient(server.address, "job", TOKEN) as client:
+    with AnyClient(server.address, "job", TOKEN) as client:
         client.join_writer(writer())
-        revision = client.watch().revision
-        thread, _ = in_thread(lambda: client.watch(revision, 20))
+        before = client.watch()
+        thread, _ = in_thread(lambda: client.watch(before, 20))
         time.sleep(0.05)
         begin = time.monotonic()
         server.stop()
@@ -480,7 +481,7 @@ def test_stopping_does_not_wait_for_long_polls():
 def test_members_join_a_restarted_server_again():
     server = MetaServer(TOKEN, lease_s=0.3).start()
     port = int(server.address.split(":")[1])
-    with MetaClient(server.address, "job", TOKEN, timeout_s=5) as client:
+    with AnyClient(server.address, "job", TOKEN, timeout_s=5) as client:
 
         def rejoin(incarnation: str) -> None:
             if incarnation == "c":
@@ -511,7 +512,7 @@ def test_members_join_a_restarted_server_again():
 
 
 def test_a_keeper_keeps_leases_and_lets_go_of_them():
-    with MetaServer(TOKEN, lease_s=0.2) as server, MetaClient(server.address, "job", TOKEN) as client:
+    with MetaServer(TOKEN, lease_s=0.2) as server, AnyClient(server.address, "job", TOKEN) as client:
         client.join_writer(writer())
         rejoined: list[str] = []
         keeper = LeaseKeeper(client, 0.2, rejoined.append)
@@ -598,9 +599,9 @@ def test_a_generated_token_is_in_a_private_file_and_nowhere_else(run_server, tmp
     assert path.parent == tmp_path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert len(token) >= 32
-    with MetaClient(address_in(printed), "job", token) as client:
+    with AnyClient(address_in(printed), "job", token) as client:
         client.join_writer(writer())
-    with MetaClient(address_in(printed), "job", "wrong") as client, pytest.raises(Unauthorized):
+    with AnyClient(address_in(printed), "job", "wrong") as client, pytest.raises(Unauthorized):
         client.watch()
     arguments = Path(f"/proc/{child.pid}/cmdline")
     assert not arguments.exists() or token not in arguments.read_text()
@@ -616,7 +617,7 @@ def test_status_shows_a_job_to_people_and_programs(run_server, capsys, monkeypat
     token_file.chmod(0o600)
     _, printed = run_server("--token-file", str(token_file), "--lease", "30")
     assert "token written" not in printed
-    with MetaClient(address_in(printed), "job", "from-a-file") as client:
+    with AnyClient(address_in(printed), "job", "from-a-file") as client:
         assert client.join_writer(writer()).lease_s == 30
         client.join_controller("engine[1]", process("c"), state="torn", reason="half [red]written")
         client.join_worker(worker(engine="engine[1]"))

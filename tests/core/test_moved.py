@@ -18,7 +18,7 @@ import awex_core
 from awex_core.checkpoint.description import Checkpoint
 from awex_core.errors import LayoutError, SyncFailed, Unreachable
 from awex_core.layout.live import OFFLOADED
-from awex_core.meta.client import MetaClient
+from awex_core.meta.client import WriterClient
 from awex_core.settings.config import SyncConfig
 from awex_core.testing.fake_engine import fake_weights, holds
 from awex_core.trainers.module import describe
@@ -260,7 +260,7 @@ def test_a_meta_server_that_was_away_is_told_later(
         raise Unreachable("did not answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(MetaClient, "join_writer", away)
+        patch.setattr(WriterClient, "join_writer", away)
         assert all(isinstance(call.exception(60), Unreachable) for call in trainer.start(2))
     assert trainer.write(3).committed == ("e",) and holds(engine, trainer.weights)
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from awex_core.errors import SyncFailed, TransferError
+from awex_core.meta.client import MetaClient
+from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
 from awex_core.settings.config import SyncConfig
 from awex_core.sync.ownership import Ownership
@@ -23,6 +25,12 @@ from tests.core import test_sync
 from tests.core.test_sync import Loop, Trainer, change, eventually, publish
 
 meta, config, loop, make_trainer = test_sync.meta, test_sync.config, test_sync.loop, test_sync.make_trainer
+
+
+def job_of(trainer: Trainer) -> JobView:
+    """All that there is, and not only what a rank is shown."""
+    with MetaClient.of(trainer.writers[0].config) as client:
+        return client.watch()
 
 
 @pytest.fixture(params=["in_place", "shadow"])
@@ -51,7 +59,7 @@ def look(loop: Loop, engine: FakeEngine) -> dict[str, Any]:
 
 def seen(trainer: Trainer, name: str = "e") -> tuple[str, str]:
     """State and reason at the meta server."""
-    view = trainer.writers[0]._client.watch().engines[name]
+    view = job_of(trainer).engines[name]
     return view.state, view.reason
 
 
@@ -79,7 +87,7 @@ def test_reloaded_weights_are_not_lent(config: SyncConfig, loop: Loop, make_trai
     loop.run(engine.foreign("reload_weights", reload(engine)))
     late = loop.engine("late", 1, config)
     eventually(lambda: late.readers != [] and late.readers[0]._ready.traced is not None)
-    assert trainer.writers[0]._client.watch().catch_ups == {} and late.controller.version == INITIAL
+    assert job_of(trainer).catch_ups == {} and late.controller.version == INITIAL
     assert set(trainer.write(2).committed) == {"e", "late"} and holds(late, trainer.weights)
 
 
@@ -95,7 +103,7 @@ def test_weights_that_changed_without_a_word_are_not_lent_either(
     late = loop.engine("late", 1, config)
 
     def why_not_lent() -> str:
-        copy = trainer.writers[0]._client.watch().catch_ups.get("late")
+        copy = job_of(trainer).catch_ups.get("late")
         return copy.sync.reason if copy is not None else ""
 
     eventually(lambda: "its weights are not those that were committed" in why_not_lent())

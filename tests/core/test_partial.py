@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from awex_core.errors import ConfigError, LayoutError, SyncFailed, SyncTimeout, Unreachable
-from awex_core.meta.client import MetaClient
+from awex_core.meta.client import WriterClient
 from awex_core.settings.config import SyncConfig
 from awex_core.sync.result import SyncResult
 from awex_core.sync.writer import WeightWriter
@@ -86,7 +86,7 @@ def test_after_a_meta_server_that_was_away(
         raise Unreachable("did not answer within 10 s")
 
     with monkeypatch.context() as patch:
-        patch.setattr(MetaClient, "announce", announce)
+        patch.setattr(WriterClient, "announce", announce)
         assert all(isinstance(error, Unreachable) for error in raised(trainer.start(2, only=[GATE])))
     change(trainer, NORM)
     result = publish(trainer, 3, only=[NORM], verify="off")

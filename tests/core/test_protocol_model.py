@@ -68,8 +68,8 @@ def test_without_faults_every_version_is_committed_everywhere(seed: int) -> None
 # The same with one thing broken. If none of these were found, the checks above would be worth nothing.
 
 
-def _without_last(self: JobStore, now: float, view: Callable[..., Any] = JobStore.view) -> Any:
-    return msgspec.structs.replace(view(self, now), last=None)
+def _without_last(self: JobStore, *given: Any, view: Callable[..., Any] = JobStore.view) -> Any:
+    return msgspec.structs.replace(view(self, *given), last=None)
 
 
 BROKEN: dict[str, tuple[tuple[type, str, Callable[..., Any]] | None, tuple[str, ...], str]] = {

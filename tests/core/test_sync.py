@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from awex_core.errors import Closed, ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout, TransferError
 from awex_core.layout.live import Held, ShardCollector
-from awex_core.meta.client import MetaClient
+from awex_core.meta.client import MetaClient, WorkerClient, WriterClient
 from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
 from awex_core.settings.config import SyncConfig
@@ -1066,7 +1066,8 @@ def test_layouts_survive_a_meta_server_that_restarts_between_them_and_the_join(
 ) -> None:
     """A join that is sent again reaches a server that has lost the blobs it names."""
     host, port = meta.address.rsplit(":", 1)
-    original, restarted, lock = getattr(MetaClient, request_name), list[MetaServer](), threading.Lock()
+    role = WriterClient if request_name == "join_writer" else WorkerClient
+    original, restarted, lock = getattr(role, request_name), list[MetaServer](), threading.Lock()
 
     def restart_first(client: MetaClient, info: Any, **options: Any) -> Any:
         with lock:
@@ -1076,7 +1077,7 @@ def test_layouts_survive_a_meta_server_that_restarts_between_them_and_the_join(
         return original(client, info, **options)
 
     engine = loop.engine("e", 2, config)
-    monkeypatch.setattr(MetaClient, request_name, restart_first)
+    monkeypatch.setattr(role, request_name, restart_first)
     try:
         trainer = make_trainer()
         eventually(lambda: bool(restarted))

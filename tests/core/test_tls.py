@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from awex_core.errors import ConfigError, Unauthorized, Unreachable
-from awex_core.meta.client import MetaClient
 from awex_core.meta.server import MetaServer
 from awex_core.meta.tls import Tls
 from awex_core.settings.config import SyncConfig
+from tests.support.any_client import AnyClient
 from tests.support.authority import Authority
 
 TOKEN = "test-token"
@@ -35,7 +35,7 @@ def server(ours: Authority) -> Iterator[MetaServer]:
 @pytest.fixture
 def ask(server: MetaServer) -> Callable[[Tls | None], None]:
     def ask(tls: Tls | None) -> None:
-        with MetaClient(server.address, "job", TOKEN, timeout_s=8, tls=tls) as client:
+        with AnyClient(server.address, "job", TOKEN, timeout_s=8, tls=tls) as client:
             client.check()
 
     return ask
@@ -46,7 +46,7 @@ def test_a_client_with_a_certificate_of_the_authority_is_answered(
 ) -> None:
     tls = ours.issue("client")
     ask(tls)
-    with MetaClient(server.address, "job", "wrong", tls=tls) as client, pytest.raises(Unauthorized):
+    with AnyClient(server.address, "job", "wrong", tls=tls) as client, pytest.raises(Unauthorized):
         client.check()  # the token is wanted all the same
 
 
@@ -68,7 +68,7 @@ def test_a_client_of_another_authority_is_not_answered(
 def test_a_server_for_another_address_is_not_trusted(tmp_path: Path, ours: Authority) -> None:
     with (
         MetaServer(TOKEN, tls=ours.issue("server", "192.0.2.1")) as server,
-        MetaClient(server.address, "job", TOKEN, timeout_s=8, tls=ours.issue("client")) as client,
+        AnyClient(server.address, "job", TOKEN, timeout_s=8, tls=ours.issue("client")) as client,
         pytest.raises(Unreachable, match="IP address mismatch"),
     ):
         client.check()
@@ -80,7 +80,7 @@ def test_a_server_without_tls_is_not_asked_in_plain_text(ours: Authority) -> Non
     begun = time.monotonic()
     with (
         MetaServer(TOKEN) as server,
-        MetaClient(server.address, "job", TOKEN, timeout_s=60, tls=ours.issue("client")) as client,
+        AnyClient(server.address, "job", TOKEN, timeout_s=60, tls=ours.issue("client")) as client,
         pytest.raises(Unreachable, match=rf"does not speak TLS \(wrong version number.*{remedy}"),
     ):
         client.check()
@@ -95,10 +95,10 @@ def test_a_last_attempt_without_time_does_not_hide_what_was_met_before(monkeypat
         raise next(errors, httpx.ConnectTimeout("timed out"))
 
     with (
-        MetaClient("127.0.0.1:1", "job", TOKEN, timeout_s=0.3) as client,
+        AnyClient("127.0.0.1:1", "job", TOKEN, timeout_s=0.3) as client,
         pytest.raises(Unreachable, match=r"\(server disconnected\).*if it wants TLS, set AWEX_TLS_CA"),
     ):
-        monkeypatch.setattr(client._http, "request", request)
+        monkeypatch.setattr(client._connection._http, "request", request)
         client.check()
 
 

@@ -33,6 +33,7 @@ from awex_core.errors import (
     VerifyError,
 )
 from awex_core.meta import messages as m
+from awex_core.meta.answers import show
 from awex_core.meta.digests import Digests
 from awex_core.meta.limits import Limits
 from awex_core.meta.store import JobStore
@@ -96,8 +97,10 @@ CALM = Chaos(lost=0, reply_lost=0, late=0, fault=0, time=0, slip=0)
 class Process:
     """Threads that share a life, an incarnation and a way to the meta server."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, role: m.Role, engine: str = "") -> None:
         self.world = world
+        self.role: m.Role = role
+        self.engine_name = engine
         self.incarnation = f"{name}.{world.draw_life()}"
         self.identity = m.Process(incarnation=self.incarnation, host="h", pid=1)
         self.alive = True
@@ -150,13 +153,16 @@ class Process:
 
     def watch(self, since: int = 0, wait_s: float = 0.0, *, once: bool = False) -> Steps[m.JobView]:
         """``MetaClient.watch``, held open by the server."""
-        server = self.world.server
+        server, source = self.world.server, str(self.world.server.life) if since else ""
         if wait_s > 0:
-            life = server.life
-            yield Wait(
-                lambda: not server.up or server.life != life or server.revision != since, self.world.now + wait_s
-            )
-        return (yield from self.rpc(m.Watch(since=since, wait_s=0), once=once))
+
+            def ready() -> bool:
+                changed = server.store.last_change(self.role, self.engine_name) > since
+                return not server.up or str(server.life) != source or changed
+
+            yield Wait(ready, self.world.now + wait_s)
+        asked = m.Watch(since=since, wait_s=0, role=self.role, engine=self.engine_name)
+        return (yield from self.rpc(asked, once=once))
 
     def wait_for(self, predicate: Callable[[m.JobView], T | None], *, timeout_s: float, what: str) -> Steps[T]:
         """``MetaClient.wait_for``."""
@@ -276,7 +282,7 @@ class Server:
                 raise Refused("unknown", "unknown job")
             self._known = True
         if isinstance(message, m.Watch):
-            return self.store.view(self.world.now)
+            return show(self.store, self.store.view(self.world.now, ()), message, 0)
         if key in self._replies:
             return self._replies[key]
         try:
@@ -327,7 +333,7 @@ class Rank(Process):
     """``WeightWriter`` and the training loop around it."""
 
     def __init__(self, world: World, run: Run, rank: int) -> None:
-        super().__init__(world, f"{run.name}-w{rank}")
+        super().__init__(world, f"{run.name}-w{rank}", "writer")
         self.run, self.rank = run, rank
         self.homes: list[Bytes] = [{(rank, kind): (run.name, 0) for kind in "ab"}]
         """The weights, where they are now, after all places where they have been: something else is there by now."""
@@ -617,7 +623,7 @@ class Worker(Process):
     """``WeightReader`` with a controller, and the worker's loop."""
 
     def __init__(self, world: World, engine: Engine, rank: int) -> None:
-        super().__init__(world, f"{engine.name}-{rank}")
+        super().__init__(world, f"{engine.name}-{rank}", "worker", engine.name)
         self.engine, self.rank = engine, rank
         self.version = INITIAL
         self.bytes: Bytes = dict.fromkeys(PIECES, ("checkpoint", 0))
@@ -899,7 +905,7 @@ class Controller(Process):
     """``EngineController``."""
 
     def __init__(self, world: World, engine: Engine) -> None:
-        super().__init__(world, f"{engine.name}-c")
+        super().__init__(world, f"{engine.name}-c", "controller", engine.name)
         self.engine = engine
         self.state: m.EngineState = "ready"
         self.version = INITIAL
