@@ -39,7 +39,7 @@ class Job(ABC):
         self.source = secrets.token_hex(8)
         """Drawn anew with every state that does not go on from the one before."""
         self._audiences: dict[Audience, set[asyncio.Future[None]]] = {}
-        self._told: dict[Audience, int] = {}
+        self._woken_at: dict[Audience, int] = {}
         """The revision of the last change that each audience was woken for."""
         self._joins = TokenBucket(limits.joins_per_s, limits.join_burst)
         self._limits = limits
@@ -106,8 +106,8 @@ class Job(ABC):
         """Those who watch look again, if something has changed that concerns them."""
         for audience in [audience for audience in self._audiences if isinstance(audience, tuple)]:
             change = self.store.last_change(*audience)
-            if change != self._told.get(audience):
-                self._told[audience] = change
+            if change != self._woken_at.get(audience):
+                self._woken_at[audience] = change
                 self._wake(audience)
 
     def wake_all(self) -> None:
@@ -152,7 +152,7 @@ class Job(ABC):
 
     async def _until_woken(self, audience: Audience, left: float) -> None:
         if isinstance(audience, tuple) and audience not in self._audiences:
-            self._told[audience] = self.store.last_change(*audience)
+            self._woken_at[audience] = self.store.last_change(*audience)
         loop = asyncio.get_running_loop()
         waiting = loop.create_future()
         self._audiences.setdefault(audience, set()).add(waiting)
@@ -166,7 +166,7 @@ class Job(ABC):
                 others.discard(waiting)
                 if not others:
                     del self._audiences[audience]
-                    self._told.pop(audience, None)
+                    self._woken_at.pop(audience, None)
 
 
 def _let_go(waiting: asyncio.Future[None]) -> None:
