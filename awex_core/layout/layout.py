@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from awex_core.errors import LayoutError
 from awex_core.layout.dtypes import DTYPES, ITEMSIZE, dtype_code
-from awex_core.layout.runs import IntArray, memory_bounds, runs_meet, strided_runs
+from awex_core.layout.runs import IntArray, across, memory_bounds, runs_meet, strided_runs
 
 _MAX_REACH = 2.0**62
 """Offsets stay below this, so that sums of them fit 64 bits."""
@@ -91,13 +91,15 @@ class Constant:
 class Layout:
     """All shards of one rank, sorted by tensor name, box and place. Use ``build_layout``.
 
-    ``tensors`` is sorted by name. For N shards of tensors with at most D
-    dimensions: ``tensor``, ``buffer``, ``dtype`` and ``offset`` have shape
-    ``[N]``; ``start``, ``extent`` and ``stride`` have shape ``[N, D]``, padded
-    with start 0, extent 1, stride 0 *behind* the tensor's own dimensions.
+    ``tensors`` is sorted by name, and ``shape`` has their global shapes. For N
+    shards of T tensors with at most D dimensions: ``shape`` has shape ``[T, D]``,
+    ``tensor``, ``buffer``, ``dtype`` and ``offset`` ``[N]``, ``start``, ``extent``
+    and ``stride`` ``[N, D]``, padded with start 0, shape and extent 1, stride 0
+    *behind* the tensor's own dimensions.
     """
 
     tensors: tuple[CanonicalTensor, ...]
+    shape: IntArray
     buffers: tuple[Buffer, ...]
     tensor: IntArray
     buffer: IntArray
@@ -129,11 +131,6 @@ class Layout:
         return int(self.start.shape[1])
 
     @functools.cached_property
-    def shape(self) -> IntArray:
-        """Global shape of each tensor, shape ``[T, D]``, padded with 1."""
-        return shape_columns(self.tensors, self.ndim)
-
-    @functools.cached_property
     def itemsize(self) -> IntArray:
         """Bytes per element of each shard, shape ``[N]``."""
         return np.asarray(ITEMSIZE, dtype=np.int64)[self.dtype]
@@ -141,7 +138,7 @@ class Layout:
     @functools.cached_property
     def volume(self) -> IntArray:
         """Elements of each shard, shape ``[N]``."""
-        return self.extent.prod(axis=1)
+        return across(np.multiply, self.extent)
 
     @property
     def nbytes(self) -> int:
@@ -214,6 +211,7 @@ def build_layout(shards: Sequence[Shard], buffers: Sequence[Buffer], constants: 
     scalar, start, extent, stride = scalar[order], start[order], extent[order], stride[order]
     layout = Layout(
         tensors=tensors,
+        shape=shape_columns(tensors, ndim),
         buffers=tuple(buffers),
         tensor=np.ascontiguousarray(scalar[:, 0]),
         buffer=np.ascontiguousarray(scalar[:, 1]),
@@ -247,7 +245,7 @@ def check_layout(layout: Layout) -> None:
         return
     shape = layout.shape[layout.tensor]
     # Written so that no sum can wrap around, whatever a message says.
-    outside = ((layout.start < 0) | (layout.extent < 1) | (layout.extent > shape - layout.start)).any(axis=1)
+    outside = across(np.logical_or, (layout.start < 0) | (layout.extent < 1) | (layout.extent > shape - layout.start))
     if outside.any():
         bad = layout.shard(int(np.flatnonzero(outside)[0]))
         raise LayoutError(
@@ -256,7 +254,7 @@ def check_layout(layout: Layout) -> None:
         )
     if (layout.buffer < 0).any() or (layout.buffer >= len(layout.buffers)).any():
         raise LayoutError(f"a shard names a buffer that does not exist (there are {len(layout.buffers)})")
-    reach = np.abs(np.multiply(layout.extent - 1, layout.stride, dtype=np.float64)).sum(axis=1)
+    reach = across(np.add, np.abs(np.multiply(layout.extent - 1, layout.stride, dtype=np.float64)))
     if (reach + np.abs(layout.offset.astype(np.float64)) >= _MAX_REACH).any():
         raise LayoutError("a shard's offset or strides reach further than any memory")
     low, high = memory_bounds(layout.offset, layout.extent, layout.stride, layout.itemsize)
@@ -276,8 +274,8 @@ def check_layout(layout: Layout) -> None:
 def _check_strides(layout: Layout) -> None:
     """What no copy could read or write: elements in reverse, at odd addresses, or several in one place."""
     many, size = layout.extent > 1, layout.itemsize[:, None]
-    reverse = (many & (layout.stride < 0)).any(axis=1)
-    odd = (many & (layout.stride % size != 0)).any(axis=1) | (layout.offset % layout.itemsize != 0)
+    reverse = across(np.logical_or, many & (layout.stride < 0))
+    odd = across(np.logical_or, many & (layout.stride % size != 0)) | (layout.offset % layout.itemsize != 0)
     folded = _folds_back(layout)
     for row in np.flatnonzero(folded):
         offset, size_of_one = int(layout.offset[row]), int(layout.itemsize[row])
@@ -299,10 +297,22 @@ def _check_strides(layout: Layout) -> None:
 def _folds_back(layout: Layout) -> npt.NDArray[np.bool_]:
     """Shards that may reach one byte twice: some stride is shorter than what the smaller ones span; shape ``[N]``."""
     step = np.where(layout.extent > 1, np.abs(layout.stride), 0)
-    order = np.argsort(step, axis=1)
-    step, extent = np.take_along_axis(step, order, axis=1), np.take_along_axis(layout.extent, order, axis=1)
-    spanned = layout.itemsize[:, None] + np.cumsum((extent - 1) * step, axis=1) - (extent - 1) * step
-    return ((extent > 1) & (step < spanned)).any(axis=1)
+    folds = _is_short(step[:, ::-1], layout.extent[:, ::-1], layout.itemsize)
+    # In the order of their dimensions most are fine already; only of the others the strides are sorted.
+    rows = np.flatnonzero(folds)
+    order = np.argsort(step[rows], axis=1)
+    step, extent = (np.take_along_axis(each[rows], order, axis=1) for each in (step, layout.extent))
+    folds[rows] = _is_short(step, extent, layout.itemsize[rows])
+    return folds
+
+
+def _is_short(step: IntArray, extent: IntArray, itemsize: IntArray) -> npt.NDArray[np.bool_]:
+    """Whether a stride is shorter than what those before it span; shape ``[N]``."""
+    short, spanned = np.zeros(len(step), dtype=bool), itemsize
+    for dim in range(step.shape[1]):
+        short |= (extent[:, dim] > 1) & (step[:, dim] < spanned)
+        spanned = spanned + (extent[:, dim] - 1) * step[:, dim]
+    return short
 
 
 def _check_constant(constant: Constant, buffers: Sequence[Buffer]) -> None:
@@ -330,6 +340,9 @@ def _check_constant(constant: Constant, buffers: Sequence[Buffer]) -> None:
 def shape_columns(tensors: Sequence[CanonicalTensor], ndim: int) -> IntArray:
     """Global shapes as ``[T, ndim]``, padded with 1."""
     shapes = [spec.shape for spec in tensors]
+    most = max(map(len, set(shapes)), default=0)
+    if most > ndim:
+        raise LayoutError(f"layout has {ndim} dimension columns but holds a tensor with {most} dimensions")
     distinct = {shape: place for place, shape in enumerate(dict.fromkeys(shapes))}  # a model has few
     table = np.ones((len(distinct), ndim), dtype=np.int64)
     for shape, place in distinct.items():

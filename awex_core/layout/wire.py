@@ -20,7 +20,15 @@ import numpy as np
 
 from awex_core.errors import LayoutError
 from awex_core.layout.dtypes import DTYPES, dtype_code
-from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, check_layout, content_hash
+from awex_core.layout.layout import (
+    Buffer,
+    CanonicalTensor,
+    Constant,
+    Layout,
+    check_layout,
+    content_hash,
+    shape_columns,
+)
 from awex_core.layout.runs import IntArray
 
 FORMAT_VERSION = 2
@@ -104,6 +112,16 @@ class Manifest:
         return cls(content_hash(encode_manifest(ordered)), ordered)
 
     @functools.cached_property
+    def ndims(self) -> IntArray:
+        """How many dimensions each tensor has, shape ``[T]``."""
+        return np.asarray([len(spec.shape) for spec in self.tensors], dtype=np.int64)
+
+    @functools.cached_property
+    def shape(self) -> IntArray:
+        """Each tensor's shape, shape ``[T, D]``, padded with 1."""
+        return shape_columns(self.tensors, int(self.ndims.max(initial=1)))
+
+    @functools.cached_property
     def _places(self) -> dict[str, int]:
         return {spec.name: index for index, spec in enumerate(self.tensors)}
 
@@ -161,13 +179,16 @@ def decode_layout(data: bytes, manifest: Callable[[str], Manifest] | None = None
     wire = _decode(data, _WireLayout, "layout")
     if not 1 <= wire.ndim <= MAX_NDIM:
         raise LayoutError(f"layout has {wire.ndim} dimension columns; 1 to {MAX_NDIM} are allowed")
-    tensors = _listed(wire, manifest) if wire.manifest else _tensors(wire.tensors)
-    if any(len(spec.shape) > wire.ndim for spec in tensors):
-        raise LayoutError(f"layout has {wire.ndim} dimension columns but holds a tensor with more dimensions")
+    if wire.manifest:
+        tensors, shape = _listed(wire, manifest)
+    else:
+        tensors = _tensors(wire.tensors)
+        shape = shape_columns(tensors, wire.ndim)
     _check_places(wire)
     count, ndim = wire.count, wire.ndim
     layout = Layout(
         tensors=tensors,
+        shape=shape,
         buffers=tuple(map(Buffer, wire.buffer_names, wire.buffer_nbytes)),
         tensor=_unpack(wire.tensor, count),
         buffer=_unpack(wire.buffer, count),
@@ -196,17 +217,21 @@ def _check_places(wire: _WireLayout) -> None:
             raise LayoutError(f"layout has a constant of more than {MAX_NDIM} dimensions or {MAX_SIZE} bytes")
 
 
-def _listed(wire: _WireLayout, find: Callable[[str], Manifest] | None) -> tuple[CanonicalTensor, ...]:
-    """The tensors that are told by their places in a manifest."""
+def _listed(wire: _WireLayout, find: Callable[[str], Manifest] | None) -> tuple[tuple[CanonicalTensor, ...], IntArray]:
+    """The tensors that are told by their places in a manifest, and their shapes."""
     if find is None or wire.tensors.names:
         raise LayoutError(f"layout tells its tensors by manifest {wire.manifest!r}, which is not known here")
-    known = find(wire.manifest).tensors
+    manifest = find(wire.manifest)
+    known = manifest.tensors
     places = _unpack(wire.places, wire.listed)
     if len(places) and (places[0] < 0 or places[-1] >= len(known) or (np.diff(places) < 1).any()):
         raise LayoutError(f"layout lists tensors out of order, or some that its manifest of {len(known)} does not have")
-    if len(places) == len(known):
-        return known
-    return tuple([known[place] for place in places.tolist()])
+    shape, most = manifest.shape[places], int(manifest.ndims[places].max(initial=0))
+    if most > wire.ndim:
+        raise LayoutError(f"layout has {wire.ndim} dimension columns but holds a tensor with {most} dimensions")
+    columns = np.ones((len(places), wire.ndim), dtype=np.int64)
+    columns[:, : shape.shape[1]] = shape[:, : wire.ndim]
+    return known if len(places) == len(known) else tuple([known[place] for place in places.tolist()]), columns
 
 
 def encode_manifest(tensors: Sequence[CanonicalTensor]) -> bytes:

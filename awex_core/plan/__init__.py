@@ -10,10 +10,11 @@ check that they computed the same.
 """
 
 from awex_core.plan.cells import SourceIndex, index_sources
-from awex_core.plan.copies import CopyTable, check_precision, choose_replicas, plan_copies, plan_part, unused_tensors
+from awex_core.plan.copies import CopyTable, check_precision, choose_replicas, plan_copies, plan_part
 from awex_core.plan.program import CopyProgram, lower_all, lower_copies
 from awex_core.plan.select import check_patterns, matching_names, select_tensors, take_tensors
 from awex_core.plan.sharing import check_distinct, destination_faults
+from awex_core.plan.unused import unused_tensors
 
 __all__ = [
     "CopyProgram",

@@ -101,16 +101,7 @@ def index_sources(layouts: Sequence[Layout]) -> SourceIndex:
     tensors = _merge_tensors(layouts)
     ids = {spec.name: index for index, spec in enumerate(tensors)}
     ndim = max((layout.ndim for layout in layouts), default=1)
-    tensor, rank, row, start, extent = _concatenate(layouts, ids, ndim)
-    order, group = group_rows([tensor, *start.T, *extent.T])
-    tensor, rank, row, start, extent = tensor[order], rank[order], row[order], start[order], extent[order]
-    head = np.flatnonzero(np.diff(group, prepend=-1))
-    counts = np.diff(np.append(head, len(group)))
-    cells = (tensor[head], start[head], extent[head], counts, rank, row)
-    overlapping = _overlapping_tensors(*cells[:3])
-    if overlapping:
-        cells = _refine(cells, overlapping)
-    cell_tensor, cell_start, cell_extent, counts, rank, row = cells
+    cell_tensor, cell_start, cell_extent, counts, rank, row = disjoint_cells(*_concatenate(layouts, ids, ndim))
     per_tensor = np.bincount(cell_tensor, minlength=len(tensors)).astype(np.int64)
     return SourceIndex(
         layouts=tuple(layouts),
@@ -135,19 +126,30 @@ _Cells = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray]
 """tensor, start, extent and replica count per cell; rank and row per replica, in cell order."""
 
 
+def disjoint_cells(tensor: IntArray, rank: IntArray, row: IntArray, start: IntArray, extent: IntArray) -> _Cells:
+    """Boxes of tensors, and who holds each, as boxes that share no element, in order."""
+    order, group = group_rows([tensor, *start.T, *extent.T])
+    tensor, rank, row, start, extent = tensor[order], rank[order], row[order], start[order], extent[order]
+    head = np.flatnonzero(np.diff(group, prepend=-1))
+    cells = (tensor[head], start[head], extent[head], np.diff(np.append(head, len(group))), rank, row)
+    overlapping = _overlapping_tensors(*cells[:3])
+    return _refine(cells, overlapping) if overlapping else cells
+
+
 def _merge_tensors(layouts: Sequence[Layout]) -> tuple[CanonicalTensor, ...]:
-    seen: dict[str, tuple[int, CanonicalTensor]] = {}
+    merged: dict[str, CanonicalTensor] = {}
     faults = []
     for rank, layout in enumerate(layouts):
         for spec in layout.tensors:
-            first_rank, known = seen.setdefault(spec.name, (rank, spec))
-            if known.shape != spec.shape:
+            known = merged.setdefault(spec.name, spec)
+            if known is not spec and known.shape != spec.shape:
+                first = next(at for at, other in enumerate(layouts) if known in other.tensors)
                 faults.append(
-                    f"{spec.name}: source rank {first_rank} says its shape is {known.shape}, rank {rank} {spec.shape}"
+                    f"{spec.name}: source rank {first} says its shape is {known.shape}, rank {rank} {spec.shape}"
                 )
     if faults:
         raise PlanError("the source ranks do not describe one model", faults)
-    return tuple(sorted(spec for _, spec in seen.values()))
+    return tuple([merged[name] for name in sorted(merged)])
 
 
 def _concatenate(
@@ -155,7 +157,7 @@ def _concatenate(
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
     tensors, ranks, rows, starts, extents = [], [], [], [], []
     for rank, layout in enumerate(layouts):
-        to_global = np.asarray([ids[spec.name] for spec in layout.tensors], dtype=np.int64)
+        to_global = np.fromiter((ids[spec.name] for spec in layout.tensors), dtype=np.int64, count=len(layout.tensors))
         tensors.append(to_global[layout.tensor] if len(layout) else np.empty(0, dtype=np.int64))
         ranks.append(np.full(len(layout), rank, dtype=np.int64))
         rows.append(np.arange(len(layout), dtype=np.int64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +15,9 @@ from awex_core.layout.dtypes import DTYPES, can_convert, itemsize
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.runs import IntArray
 from awex_core.plan.boxes import Box, describe, join, subtract
-from awex_core.plan.cells import SourceIndex, index_sources, pad_columns
+from awex_core.plan.cells import SourceIndex, pad_columns
 from awex_core.plan.replicas import nearest_replicas, spread
-from awex_core.plan.sharing import destination_faults, twins
+from awex_core.plan.sharing import destination_faults
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,26 +234,6 @@ def _dtype_faults(sources: SourceIndex, table: CopyTable, rank: int) -> Iterable
                 f"{shard.tensor.name}: source rank {int(table.src_rank[copy])} holds {have}, "
                 f"destination rank {rank} needs {want}, and no rule converts one to the other"
             )
-
-
-def unused_tensors(sources: SourceIndex, destinations: Sequence[Layout], ignored: Collection[str] = ()) -> list[str]:
-    """Source tensors that the destination ranks together do not take completely: name, and how much they take.
-
-    One that every source rank holds as one with another (a tied head) is taken with that one. Those ``ignored``
-    may be taken whole or not at all.
-    """
-    taken = index_sources(destinations)
-    volume = np.zeros(len(taken.tensors), dtype=np.int64)
-    np.add.at(volume, taken.tensor, taken.extent.prod(axis=1))
-    elements = {spec.name: int(count) for spec, count in zip(taken.tensors, volume, strict=True)}
-    missing = [spec for spec in sources.tensors if elements.get(spec.name, 0) != spec.numel]
-    whole = {spec.name for spec in sources.tensors} - {spec.name for spec in missing}
-    return [
-        f"{spec.name}: it takes {elements.get(spec.name, 0)} of {spec.numel} elements"
-        for spec in missing
-        if not (spec.name in ignored and spec.name not in elements)
-        and whole.isdisjoint(twins(sources.layouts, spec.name))
-    ]
 
 
 def check_precision(sources: SourceIndex, destination: Layout) -> None:

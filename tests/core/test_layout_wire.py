@@ -250,7 +250,7 @@ TENSORS = ALONE["tensors"]
     [
         ({"ndim": 0}, "0 dimension columns; 1 to 8 are allowed"),
         ({"ndim": 10**9}, "1000000000 dimension columns"),
-        ({"ndim": 1}, "holds a tensor with more dimensions"),
+        ({"ndim": 1}, "layout has 1 dimension columns but holds a tensor with 2 dimensions"),
         ({"ndim": 3}, "a column has 4 bytes, expected 1, 2, 4 or 8 for each of 6 numbers"),
         ({"count": -1}, "a column has 2 bytes"),
         ({"count": 2**62}, "a column has 2 bytes"),
@@ -289,6 +289,7 @@ def test_contradictions_are_refused_by_name(change: dict[str, Any], what: str) -
         ({"places": packed(0, 2)}, "out of order"),
         ({"places": packed(-1, 1)}, "out of order"),
         ({"listed": 3}, "a column has 2 bytes, expected 1, 2, 4 or 8 for each of 3 numbers"),
+        ({"ndim": 1}, "layout has 1 dimension columns but holds a tensor with 2 dimensions"),
         ({"tensors": TENSORS}, "which is not known here"),
     ],
 )

@@ -39,6 +39,7 @@ from awex_core.plan import (
     lower_copies,
     plan_copies,
     plan_part,
+    unused,
     unused_tensors,
 )
 from awex_core.plan.boxes import subtract
@@ -351,6 +352,28 @@ def test_a_part_is_proved_as_far_as_its_source_holds_the_tensors() -> None:
     with pytest.raises(PlanError) as raised:
         plan_part(sources, whole(v, w), 2, rank=3)
     assert raised.value.faults == (whole_plan,)
+
+
+@settings(max_examples=100)
+@given(cases(), st.integers(1, 40), st.data())
+def test_what_is_taken_is_counted_element_by_element(case: Case, most: int, data: st.DataObject) -> None:
+    """Also of destinations that lack some pieces, are there twice, or come in another order."""
+    sources = source_index(case)
+    layouts = [rank.layout() for rank in case.destinations]
+    layouts = data.draw(st.lists(st.sampled_from(layouts), min_size=1, max_size=4))
+    taken = {tensor.name: np.zeros(tensor.shape, dtype=bool) for tensor in case.tensors}
+    for shard in (shard for layout in layouts for shard in layout.shards()):
+        box = tuple(slice(s, s + e) for s, e in zip(shard.start, shard.extent, strict=True))
+        taken[shard.tensor.name][box] = True
+    wanted = [
+        f"{tensor.name}: it takes {taken[tensor.name].sum()} of {tensor.numel} elements"
+        for tensor in sorted(case.tensors)
+        if not taken[tensor.name].all()
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unused, "_MOST_BOXES", most)
+        patch.setattr(unused, "twins", lambda *_: [])
+        assert unused_tensors(sources, layouts) == wanted
 
 
 @settings(max_examples=60)

@@ -1,0 +1,153 @@
+"""Planning Kimi-K2 between hundreds of ranks: what a rank fetches, and what it does from there until bytes can move."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from awex_core.layout import Layout, Manifest, decode_layout, decode_manifest, encode_layout, encode_manifest
+from awex_core.plan import (
+    CopyProgram,
+    SourceIndex,
+    index_sources,
+    lower_all,
+    lower_copies,
+    plan_copies,
+    plan_part,
+    unused_tensors,
+)
+from awex_core.verify.lanes import digest_plan, held_plan
+from benchmarks.kimi_k2 import kimi_k2_engine, kimi_k2_tensors, kimi_k2_trainer
+from benchmarks.memory import resident, watch_peak
+from benchmarks.pieces import MIB
+from benchmarks.processes import Peer, run_alone
+from benchmarks.report import Figure
+
+ROUNDS = 5
+_WRITER, _WORKER = 37, 5
+_MEGABYTE = 1e6
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank fetches: the manifest, and the layouts of all writer ranks and of one engine of several alike."""
+
+    manifest: bytes
+    sources: list[bytes]
+    workers: list[bytes]
+    engines: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all, each once."""
+        return len(self.manifest) + sum(map(len, {*self.sources, *self.workers}))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of the fastest round, seconds; of the first, bytes that the process has grown by at most."""
+
+    seconds: float
+    resident: int
+    join_s: float = 0.0
+    """Of planning one engine more."""
+
+
+def at_scale() -> list[Figure]:
+    """256 ranks to 128 (experts whole on one engine's workers, and cut on eight engines'), and 1,024 to 1,024."""
+    manifest = Manifest.of(kimi_k2_tensors())
+    told = encode_manifest(manifest.tensors)
+
+    def blobs(layouts: Sequence[Layout]) -> list[bytes]:
+        return [encode_layout(layout, manifest) for layout in layouts]
+
+    trainer, whole, cut = (
+        blobs(kimi_k2_trainer(tp=8, pp=8, ep=32)),
+        blobs(kimi_k2_engine(tp=8, ep=128)),
+        blobs(kimi_k2_engine(tp=16)),
+    )
+    larger = blobs(kimi_k2_trainer(tp=8, pp=8, ep=128))
+    return [
+        *_figures("kimi_ep", Job(told, trainer, whole, 1), "256 ranks to 1 engine of 128 (EP128, TP8)", 2.0),
+        *_figures("kimi_tp", Job(told, trainer, cut, 8), "256 ranks to 8 engines of TP16", 2.0),
+        *_figures("kimi_1024_ep", Job(told, larger, whole, 8), "1,024 ranks to 8 engines of 128", 5.0),
+        *_figures("kimi_1024_tp", Job(told, larger, cut, 64), "1,024 ranks to 64 engines of TP16", 5.0),
+    ]
+
+
+def _figures(name: str, job: Job, what: str, goal_s: float) -> list[Figure]:
+    small = goal_s <= 2.0
+    figures = [
+        Figure(f"{name}_wire", job.nbytes / _MEGABYTE, 8.0 if small else None, "lower", "MB", f"{what}: all that a rank fetches"),
+    ]
+    for who, run in (("reader", _reader), ("first_reader", _first_reader), ("writer", _writer)):
+        cost: Cost = run_alone(run, job)
+        note = f"{what}: from what was fetched to programs; best of {ROUNDS}"
+        figures += [
+            Figure(f"{name}_{who}", round(cost.seconds, 4), goal_s, "lower", "s", note),
+            Figure(f"{name}_{who}_memory", cost.resident / MIB, 700.0 if small else None, "lower", "MiB", "peak growth"),
+        ]
+    if job.engines > 1:
+        share = cost.join_s / cost.seconds
+        figures.append(Figure(f"{name}_join", round(share, 4), 0.1, "lower", "", "one engine more, of a writer's plan"))
+    return figures
+
+
+def _reader(_peer: Peer, job: Job) -> Cost:
+    """Any worker."""
+    return _cost(lambda: _read(job), lambda _: None)
+
+
+def _first_reader(_peer: Peer, job: Job) -> Cost:
+    """The first worker of an engine, which also looks whether its engine takes all of the model."""
+
+    def plan() -> None:
+        manifest, sources = _read(job)
+        unused = unused_tensors(sources, _decoded(job.workers, manifest))
+        assert not unused, unused[:3]
+
+    return _cost(plan, lambda _: None)
+
+
+def _writer(_peer: Peer, job: Job) -> Cost:
+    return _cost(lambda: _write(job), lambda planned: planned.engine())
+
+
+def _read(job: Job) -> tuple[Manifest, SourceIndex]:
+    manifest = Manifest("", decode_manifest(job.manifest))
+    sources = index_sources(_decoded(job.sources, manifest))
+    (layout,) = _decoded(job.workers[_WORKER : _WORKER + 1], manifest)
+    table = plan_copies(sources, layout, rank=_WORKER)
+    programs, held = lower_all(table, sources), held_plan(layout)
+    fingerprints = [table.from_rank(rank).fingerprint() for rank in range(len(job.sources))]
+    assert len(fingerprints) == len(programs) and len(held)
+    return manifest, sources
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """What a writer rank keeps between engines."""
+
+    sources: SourceIndex
+    layouts: list[Layout]
+
+    def engine(self) -> list[CopyProgram]:
+        """The session with one engine."""
+        tables = [plan_part(self.sources, layout, _WRITER, rank=rank) for rank, layout in enumerate(self.layouts)]
+        programs = [lower_copies(table, self.sources, _WRITER) for table in tables]
+        assert len({table.fingerprint() for table in tables}) > 1
+        return programs
+
+
+def _write(job: Job) -> _Writer:
+    manifest = Manifest("", decode_manifest(job.manifest))
+    writer = _Writer(index_sources(_decoded(job.sources, manifest)), _decoded(job.workers, manifest))
+    sessions = [writer.engine() for _ in range(job.engines)]
+    digests = [digest_plan(writer.sources, layout, _WRITER) for layout in writer.layouts]
+    assert sum(map(len, sessions[0])) and sum(map(len, digests))
+    return writer
+
+
+def _decoded(blobs: Sequence[bytes], manifest: Manifest) -> list[Layout]:
+    return [decode_layout(blob, lambda _: manifest) for blob in blobs]
