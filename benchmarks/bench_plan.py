@@ -1,4 +1,4 @@
-"""Planning Qwen3-30B-A3B: the time and the memory that each rank needs before the first sync."""
+"""Planning: the time and the memory that each rank needs before the first sync, of Qwen3-30B-A3B and of Kimi-K2."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from awex_core.layout import decode_layout, encode_layout
-from awex_core.plan import index_sources, lower_copies, plan_copies
+from awex_core.plan import index_sources, lower_all, lower_copies, plan_copies, plan_part
 from benchmarks.memory import resident, watch_peak
 from benchmarks.models import QWEN3_30B_A3B, canonical_tensors, megatron_layouts, vllm_layouts
 from benchmarks.pieces import MIB
+from benchmarks.plan_at_scale import at_scale
 from benchmarks.processes import Peer, run_alone
 from benchmarks.report import Figure
 
@@ -35,6 +36,11 @@ class Cost:
 
 
 def plan() -> list[Figure]:
+    """Qwen3-30B-A3B on 8 ranks and 8 workers, and Kimi-K2 on hundreds."""
+    return [*_qwen3(), *at_scale()]
+
+
+def _qwen3() -> list[Figure]:
     """TP4 PP2 EP4 (8 trainer ranks; whole experts on the tensor-parallel ranks) to TP8."""
     build_s, (sources, workers) = _timed(
         lambda: (megatron_layouts(QWEN3_30B_A3B, tp=4, pp=2, ep=4), vllm_layouts(QWEN3_30B_A3B, tp=8))
@@ -47,7 +53,7 @@ def plan() -> list[Figure]:
     return [
         Figure("tensors", tensors, 18867, "higher", "", "Hugging Face names of Qwen3-30B-A3B"),
         *_costs("reader", reader, "index 8 sources, plan one worker, lower all its parts"),
-        *_costs("writer", writer, "index 8 sources, plan all 8 workers, lower this rank's part of each"),
+        *_costs("writer", writer, "index 8 sources, plan this rank's part of all 8 workers"),
         Figure("layout_build", build_s / 16, None, "lower", "s", "per rank, from shards made in Python"),
         Figure("layout_encode", encode_s / 16, None, "lower", "s", "per rank"),
         Figure("layout_decode", decode_s / 16, None, "lower", "s", "per rank"),
@@ -78,8 +84,7 @@ def _reader(_peer: Peer, sources: list[bytes], worker: bytes) -> Cost:
         def run() -> int:
             index = index_sources(layouts)
             table = plan_copies(index, destination, rank=WORKER)
-            programs = [lower_copies(table, index, rank) for rank in range(len(layouts))]
-            return sum(map(len, programs))
+            return sum(map(len, lower_all(table, index).values()))
 
         return run
 
@@ -92,7 +97,7 @@ def _writer(_peer: Peer, sources: list[bytes], workers: list[bytes]) -> Cost:
 
         def run() -> int:
             index = index_sources(layouts)
-            tables = [plan_copies(index, layout, rank=r).from_rank(WRITER) for r, layout in enumerate(destinations)]
+            tables = [plan_part(index, layout, WRITER, rank=r) for r, layout in enumerate(destinations)]
             programs = [lower_copies(table, index, WRITER) for table in tables]
             return sum(map(len, programs))
 
