@@ -1,4 +1,4 @@
-"""Which transport serves which pair of ranks: the worker tries, and tells the writers what it has chosen."""
+"""Which transport serves which pair of ranks."""
 
 from __future__ import annotations
 

@@ -121,8 +121,12 @@ class WeightWriter:
         process = this_process(config, _device_of(memory))
         member = WriterMembership(context, process, rank, world, run, manifest)
         weights = PublishedWeights(layout, memory, finalize)
-        member.join(weights.offer)
-        member.wait_for_run()
+        try:
+            member.join(weights.offer)
+            member.wait_for_run()
+        except BaseException:
+            member.leave()
+            raise
         return cls(weights, member, context)
 
     @property

@@ -17,9 +17,10 @@ from torch import nn
 import awex_core
 from awex_core.checkpoint.description import Checkpoint
 from awex_core.errors import LayoutError, SyncFailed, Unreachable
-from awex_core.layout.live import OFFLOADED
+from awex_core.layout.live import OFFLOADED, Memory, ShardCollector
 from awex_core.meta.client import WriterClient
 from awex_core.settings.config import SyncConfig
+from awex_core.sync.published import PublishedWeights
 from awex_core.testing.fake_engine import fake_weights, holds
 from awex_core.trainers.module import describe
 from awex_core.trainers.quantize import FP8
@@ -353,6 +354,24 @@ def test_an_offloaded_module_cannot_be_attached() -> None:
     offload([module.model["up"].weight.data])
     with pytest.raises(LayoutError, match=r"model\.up\.weight: it is offloaded"):
         describe(module, Checkpoint({}))
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_weights_that_are_not_what_was_said_are_followed_by_no_later_call_either(snapshot: bool) -> None:
+    """What lies in their old place by then is anybody's."""
+    collector = ShardCollector()
+    collector.add(UP, (4,), (0,), torch.ones(4))
+    layout, memory = collector.build()
+    weights = PublishedWeights(layout, memory, None)
+    if snapshot:
+        weights.detach()
+    offer, moved = weights.offer, Memory((torch.zeros(3, dtype=torch.uint8),))
+    for _ in range(2):
+        with pytest.raises(LayoutError, match=r"describes buffers of \[16\] bytes, the memory has \[3\]"):
+            weights.follow(layout, moved)
+    assert weights.offer is offer
+    weights.follow(*collector.build())
+    assert (weights.offer is offer) is snapshot, "a snapshot stays where it is"
 
 
 def test_a_quantiser_follows_the_weights(config: SyncConfig) -> None:

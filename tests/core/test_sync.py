@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from awex_core.errors import Closed, ConfigError, Fenced, MetaServerError, SyncFailed, SyncTimeout, TransferError
 from awex_core.layout.live import Held, ShardCollector
-from awex_core.meta.client import MetaClient, WorkerClient, WriterClient
+from awex_core.meta.client import MetaClient, ObserverClient, WorkerClient, WriterClient
 from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
 from awex_core.settings.config import SyncConfig
@@ -755,6 +755,18 @@ def test_a_restarted_trainer_begins_a_new_epoch_and_fences_the_old_one(
     assert holds(engine, new.weights)
     with pytest.raises(Fenced, match="after"):
         old.writers[0].write_weights(8)
+
+
+def test_a_rank_that_waited_for_the_others_in_vain_leaves(config: SyncConfig) -> None:
+    """Nobody is to find its place taken, by a lease that goes on."""
+    collector = ShardCollector()
+    collector.add("weight", (4,), (0,), torch.ones(4))
+    layout, memory = collector.build()
+    hasty = replace(config, sync_timeout_s=0.5)
+    with pytest.raises(SyncTimeout, match="all 2 writer ranks of run alone to join"):
+        WeightWriter.join(layout, memory, rank=0, world=2, run="alone", manifest=layout.tensors, config=hasty)
+    with ObserverClient.of(config) as client:
+        assert client.status().forming is None
 
 
 # Refused

@@ -393,7 +393,7 @@ class Rank(Process):
             raise SyncFailed(f"an error {slip} the version", {})
 
     def _move(self) -> Steps[None]:
-        """``WeightWriter._follow``."""
+        """``PublishedWeights.follow``."""
         self.homes.append(dict(self.weights))
         self.homes[-2].update(dict.fromkeys(self.weights, ("gone", 0)))
         moved = self.info.moved + 1
