@@ -53,7 +53,7 @@ def _trainer(peer: Peer, address: str) -> tuple[Times, Times]:
         collector.add(name, tensor.shape, (0,) * tensor.dim(), tensor)
     layout, memory = collector.build()
     config = SyncConfig(address, TOKEN, sync_timeout_s=LIMIT_S)
-    writer = WeightWriter(layout, memory, rank=0, world=1, run="bench", manifest=layout.tensors, config=config)
+    writer = WeightWriter.join(layout, memory, rank=0, world=1, run="bench", manifest=layout.tensors, config=config)
     writer.wait_for_engines(1, timeout_s=LIMIT_S)
     times: Times = {"off": [], "full": []}
     pauses: Times = {"off": [], "full": []}
