@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from benchmarks import bench_control, bench_memory, bench_plan, bench_publish, bench_trace, bench_transfer
+from benchmarks import bench_control, bench_memory, bench_meta, bench_plan, bench_publish, bench_trace, bench_transfer
 from benchmarks.report import finish
 
 BENCHES = {
@@ -15,6 +15,7 @@ BENCHES = {
     "transfer_shm": bench_transfer.shm,
     "digest": bench_transfer.digest,
     "control": bench_control.control,
+    "meta": bench_meta.announce,
     "plan": bench_plan.plan,
     "trace": bench_trace.trace,
     "staging": bench_memory.staging,

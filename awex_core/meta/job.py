@@ -41,6 +41,7 @@ class Job(ABC):
         self._audiences: dict[Audience, set[asyncio.Future[None]]] = {}
         self._woken_at: dict[Audience, int] = {}
         """The revision of the last change that each audience was woken for."""
+        self._changes_of, self._changes = -1, dict[tuple[Role, str], int]()
         self._joins = TokenBucket(limits.joins_per_s, limits.join_burst)
         self._limits = limits
         self._answers = Answers()
@@ -105,10 +106,19 @@ class Job(ABC):
     def wake(self) -> None:
         """Those who watch look again, if something has changed that concerns them."""
         for audience in [audience for audience in self._audiences if isinstance(audience, tuple)]:
-            change = self.store.last_change(*audience)
+            change = self._last_change(audience)
             if change != self._woken_at.get(audience):
                 self._woken_at[audience] = change
                 self._wake(audience)
+
+    def _last_change(self, audience: tuple[Role, str]) -> int:
+        """As of the store, worked out once for all of an audience."""
+        store = self.store
+        if self._changes_of != store.revision:
+            self._changes_of, self._changes = store.revision, {}
+        if audience not in self._changes:
+            self._changes[audience] = store.last_change(*audience)
+        return self._changes[audience]
 
     def wake_all(self) -> None:
         """Everyone who waits looks again."""
@@ -127,7 +137,7 @@ class Job(ABC):
             if message.role == "observer":
                 # "Differs", not "has passed": the watcher's revision may be from before a restart.
                 return store.revision != message.since
-            return message.source != self.source or store.last_change(*audience) > message.since
+            return message.source != self.source or self._last_change(audience) > message.since
 
         await self.current()
         await self._wait(audience, has_news, message.wait_s)
@@ -152,7 +162,7 @@ class Job(ABC):
 
     async def _until_woken(self, audience: Audience, left: float) -> None:
         if isinstance(audience, tuple) and audience not in self._audiences:
-            self._woken_at[audience] = self.store.last_change(*audience)
+            self._woken_at[audience] = self._last_change(audience)
         loop = asyncio.get_running_loop()
         waiting = loop.create_future()
         self._audiences.setdefault(audience, set()).add(waiting)

@@ -37,8 +37,8 @@ ignores it. What changes the meaning of anything, or takes it away, raises the m
 """
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that are not known here are those of a newer minor version, and ignored."""
+class _Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Fields that are not known here are those of a newer minor version, and ignored. None of these makes a cycle."""
 
 
 class Process(_Message, frozen=True):

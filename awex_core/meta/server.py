@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import logging
 import re
@@ -51,6 +52,13 @@ MAX_MESSAGE = 16 << 20
 
 LAST_BODY_S = 0.5
 """How long a server that is being stopped waits for the rest of a body, in seconds."""
+
+COLLECT_AFTER = (20_000, 10, 200)
+"""``gc.set_threshold`` of a server's process.
+
+A full collection looks at whatever the connections of a large job hold, which takes longer than to answer all of them;
+by default there is one in every version.
+"""
 
 _JOB_NAME = re.compile(JOB_PATTERN)
 _BLOB_NAME = re.compile(BLOB_PATTERN)
@@ -300,6 +308,7 @@ def serve(
     store: str = "",
 ) -> None:
     """Serve until a signal ends it; ``on_listening`` is told the address once clients may connect."""
+    gc.set_threshold(*COLLECT_AFTER)
     server = MetaServer(token, host=host, port=port, lease_s=lease_s, tls=tls, store=store)
     if on_listening is not None:
         on_listening(server.address)
