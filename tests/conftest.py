@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 
 from tests import leftovers
-from tests.support.environment import ENVIRONMENT
+from tests.support.processes.environment import ENVIRONMENT
 
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 NO_GPU = "no GPU"

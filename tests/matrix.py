@@ -2,9 +2,10 @@
 
     python -m tests.matrix [--json FILE] [--write FILE] [--only TEXT]
 
-Real trainer ranks hold a checkpoint (``tests.support.dump_trainers``); the engines' own model classes are updated
-from them and compared with fresh loads (``tests.support.engine_cells``). A cell says ``bit-equal``, ``loader
-path (x% of bytes)`` or ``refused: reason``; a refusal counts as such only if ``tests/support/refusals.py`` lists it.
+Real trainer ranks hold a checkpoint (``dump_trainers``); the engines' own model classes are updated
+from them and compared with fresh loads (``engine_cells``). A cell says ``bit-equal``, ``loader
+path (x% of bytes)`` or ``refused: reason``; a refusal counts as such only if ``refusals`` of
+``tests.support.matrix`` lists it.
 Anything else is a fault.
 """
 
@@ -22,11 +23,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.support import sglang_cells, vllm_cells
-from tests.support.cells import Cell, Outcome
-from tests.support.public_families import PUBLIC
-from tests.support.refusals import REFUSALS, is_expected, listed
-from tests.support.run_cells import run_cells
+from tests.support.families.public_families import PUBLIC
+from tests.support.matrix import sglang_cells, vllm_cells
+from tests.support.matrix.cells import Cell, Outcome
+from tests.support.matrix.refusals import REFUSALS, is_expected, listed
+from tests.support.matrix.run_cells import run_cells
 
 TABLES = {"vllm": vllm_cells.TABLE, "sglang": sglang_cells.TABLE}
 KINDS = ("bit-equal", "loader path", "refused", "other")
@@ -98,7 +99,7 @@ _ABOUT = (
     "- `R1`: refused, for a reason below. `FAULT`: anything else.",
     "",
     "Public families are tiny models of public configurations, with the odd features of each family kept",
-    "(`tests/support/public_families.json`), held as their published checkpoints are.",
+    "(`tests/support/families/public_families.json`), held as their published checkpoints are.",
     "",
     "`quantize=fp8_block` is a trainer that holds bfloat16 weights and quantises them for an engine that was started",
     "on a block-scaled FP8 checkpoint. Live servers and trainers are in `tests/e2e`, CUDA graphs in",

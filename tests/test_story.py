@@ -10,8 +10,8 @@ import torch
 
 import awex_core
 from awex_core.settings.config import SyncConfig
-from tests.support.jobs import MetaServerProcess, VllmServer
-from tests.support.tiny_models import make_model
+from tests.support.engines.jobs import MetaServerProcess, VllmServer
+from tests.support.families.tiny_models import make_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 

@@ -34,11 +34,11 @@ from rich.console import Console
 from awex_core.meta.server import MetaServer
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer
 from benchmarks.report import Figure, finish
-from tests.support.compare import compare_dumps
-from tests.support.jobs import EngineServer, completion_body, read_completion
-from tests.support.lines import ROOT
-from tests.support.sglang_reference import generate_body, read_generation
-from tests.support.tiny_models import make_model
+from tests.support.engines.compare import compare_dumps
+from tests.support.engines.jobs import EngineServer, completion_body, read_completion
+from tests.support.engines.sglang_reference import generate_body, read_generation
+from tests.support.families.tiny_models import make_model
+from tests.support.processes.lines import ROOT
 
 START_LIMIT_S = 330.0
 ASLEEP_S = 3.0
@@ -99,7 +99,7 @@ class VllmOnGpu(EngineServer):
         args = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m"]
         args += ["--dtype", "bfloat16", "--max-model-len", "1024", "--seed", "0", "--gpu-memory-utilization", "0.1"]
         args += ["--kv-cache-memory-bytes", str(1 << 30), *case.flags.get("vllm", ())]
-        args += ["--worker-extension-cls", "tests.support.engine_dump.DumpExtension"]
+        args += ["--worker-extension-cls", "tests.support.engines.engine_dump.DumpExtension"]
         if follow:
             args += ["--weight-sync-backend=awex", "--weight-sync-job", case.name, "--weight-sync-engine", "vllm"]
         variables = (

@@ -36,7 +36,7 @@ from benchmarks.gpu.engines_follow import ENGINES, START_LIMIT_S, Case
 from benchmarks.gpu.timing import REPEATS, memcpy_s
 from benchmarks.models import QWEN3_30B_A3B, ModelShape, canonical_tensors
 from benchmarks.report import Figure, finish
-from tests.support.tiny_models import make_model
+from tests.support.families.tiny_models import make_model
 
 FLAGS: dict[str, Sequence[str]] = {
     # CUDA graphs without torch.compile, which would take most of the time that this benchmark takes.

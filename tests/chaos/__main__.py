@@ -35,7 +35,7 @@ from tests.chaos.campaign import Campaign, Result
 from tests.chaos.faults import Case, draw_cases, draw_link_cases
 from tests.chaos.report import describe, summary, write_table
 from tests.chaos.stage import Stage, make_models, warm
-from tests.support.environment import ENVIRONMENT
+from tests.support.processes.environment import ENVIRONMENT
 
 
 def main() -> None:

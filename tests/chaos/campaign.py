@@ -18,7 +18,7 @@ from tests import leftovers
 from tests.chaos.faults import Case, Injection
 from tests.chaos.others import UNKNOWN
 from tests.chaos.stage import RECOVERY_S, SYNC_S, TAKEN_LIMIT_S, WRITE_LIMIT_S, Engine, Hang, Stage, until
-from tests.support.lines import ChildError
+from tests.support.processes.lines import ChildError
 
 REACH_LIMIT_S = 90.0
 """Within this a version, or a start, must come to the point where it is struck."""

@@ -1,6 +1,6 @@
 """Says whether each token of an answer is what the version it names would have said. Imports no awex code.
 
-    python -m tests.chaos.oracle CHECKPOINT...     commands on standard input, see ``tests.support.lines``
+    python -m tests.chaos.oracle CHECKPOINT...     commands on standard input, see ``tests.support.processes.lines``
 
 The checkpoints are loaded into transformers in float32. Prompt and answer are put through a version's model once
 ("teacher forcing"), and each of that version's tokens must be the one with the highest logit, or within
@@ -14,7 +14,7 @@ import copy
 import sys
 from typing import Any
 
-from tests.support.lines import answer_stream, serve_commands
+from tests.support.processes.lines import answer_stream, serve_commands
 
 TOLERANCE = 1e-3
 """Of a logit, in float32."""

@@ -22,13 +22,21 @@ from tests.chaos.director import Director
 from tests.chaos.netns import VARIABLE, Link
 from tests.chaos.points import SOCKET, WRITER_GRACE_S
 from tests.chaos.proxy import Proxy
-from tests.support.jobs import BIN, SOURCES, EngineServer, MetaServerProcess, VllmServer, vllm_forks, wait_for_http
-from tests.support.lines import Child, ChildError, end_session
-from tests.support.sglang_jobs import BIN as SGLANG_BIN
-from tests.support.sglang_jobs import SglangServer, sglang_forks
-from tests.support.tiny_models import make_model
-from tests.support.vllm_options import PLAIN_LINEARS
-from tests.support.warm import FORKS, start_process
+from tests.support.engines.jobs import (
+    BIN,
+    SOURCES,
+    EngineServer,
+    MetaServerProcess,
+    VllmServer,
+    vllm_forks,
+    wait_for_http,
+)
+from tests.support.engines.sglang_jobs import BIN as SGLANG_BIN
+from tests.support.engines.sglang_jobs import SglangServer, sglang_forks
+from tests.support.engines.vllm_options import PLAIN_LINEARS
+from tests.support.families.tiny_models import make_model
+from tests.support.processes.lines import Child, ChildError, end_session
+from tests.support.processes.warm import FORKS, start_process
 
 T = TypeVar("T")
 

@@ -19,6 +19,8 @@ from tests.rules.tree import ROOT
 TOKEN = "test-token"
 LIMIT_S = 20
 
+ATTACH_RANK = "tests.support.trainers.attach_rank"
+
 
 def run_ranks(folder: Path, *what: str) -> list[list[str]]:
     """What each rank says, a line for each call of attach."""
@@ -33,7 +35,7 @@ def run_ranks(folder: Path, *what: str) -> list[list[str]]:
         }
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.support.attach_rank", folder / "store", str(rank), str(len(what)), each],
+                [sys.executable, "-m", ATTACH_RANK, folder / "store", str(rank), str(len(what)), each],
                 cwd=ROOT,
                 env=os.environ | env,
                 stdout=subprocess.PIPE,

@@ -12,7 +12,7 @@ import torch
 
 from awex_core.layout.dtypes import DTYPES, can_convert
 from awex_core.numerics.casts import cast, cast_into
-from tests.support.floats import FORMATS, PAIRS, expected, specimens
+from tests.support.kernels.floats import FORMATS, PAIRS, expected, specimens
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

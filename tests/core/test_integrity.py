@@ -25,7 +25,7 @@ from awex_core.transfer import group, shm, shm_staged
 from awex_core.version import Version
 from tests.core import test_sync
 from tests.core.test_sync import TOKEN, Loop, Trainer, change, eventually, flip_a_bit, publish, serves
-from tests.support.floats import expected, specimens
+from tests.support.kernels.floats import expected, specimens
 
 meta, loop, make_trainer = test_sync.meta, test_sync.loop, test_sync.make_trainer
 

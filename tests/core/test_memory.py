@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import MetaServerProcess
-from tests.support.lines import ROOT, Child
+from tests.support.engines.jobs import MetaServerProcess
+from tests.support.processes.lines import ROOT, Child
 
 ROWS, COLS = 4096, 8192
 FULL = ROWS * COLS * 4
@@ -31,7 +31,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list
         def start(role: str, rank: int) -> Child:
             args = [role, str(rank), str(WORLD), str(ROWS), str(COLS)]
             child = Child(
-                [sys.executable, "-m", "tests.support.big_tensor", *args], tmp_path / f"{role}{rank}.log", env
+                [sys.executable, "-m", "tests.support.trainers.big_tensor", *args], tmp_path / f"{role}{rank}.log", env
             )
             stack.callback(child.close)
             return child

@@ -25,12 +25,12 @@ from awex_core.testing.fake_engine import fake_weights
 from awex_core.trainers.module import describe, place
 from awex_core.trainers.trainer import Description
 from tests.rules.tree import ROOT
-from tests.support.fp8_reference import quantize_reference
+from tests.support.kernels.fp8_reference import quantize_reference
 
 TOKEN = "test-token"
 
 CASES = {"fsdp2": 3, "fsdp4-tied": 4, "fsdp2-tp2": 3, "fp8-fsdp2": 3, "fp8-hsdp4": 3}
-"""Cases of ``tests.support.module_job``, and how many versions each publishes."""
+"""Cases of ``tests.support.trainers.module_job``, and how many versions each publishes."""
 
 # Real ranks. The processes that publish and receive write down what they hold; this one compares, in plain torch.
 
@@ -41,7 +41,7 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with MetaServer(TOKEN, lease_s=10) as server:
         env = {"AWEX_META_SERVER": server.address, "AWEX_TOKEN": TOKEN, "PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}"}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.support.module_job", str(folder)],
+            [sys.executable, "-m", "tests.support.trainers.module_job", str(folder)],
             cwd=ROOT,
             env=os.environ | env | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

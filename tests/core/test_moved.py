@@ -27,7 +27,7 @@ from awex_core.trainers.quantize import FP8
 from awex_core.version import Version
 from tests.core import test_sync
 from tests.core.test_sync import Gate, Loop, Trainer, change, eventually, publish, publish_and_go_on, serves
-from tests.support.fp8_reference import quantize_reference
+from tests.support.kernels.fp8_reference import quantize_reference
 
 meta, config, loop, make_trainer = test_sync.meta, test_sync.config, test_sync.loop, test_sync.make_trainer
 

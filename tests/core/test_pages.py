@@ -21,7 +21,7 @@ from awex_core.testing.fake_engine import holds
 from awex_core.transfer import registry
 from tests.core import test_sync
 from tests.core.test_sync import Loop, Trainer, change, publish
-from tests.support.lines import ROOT
+from tests.support.processes.lines import ROOT
 
 meta, config, loop, make_trainer = test_sync.meta, test_sync.config, test_sync.loop, test_sync.make_trainer
 

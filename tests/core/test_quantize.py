@@ -20,7 +20,7 @@ from awex_core.errors import ConfigError, LayoutError
 from awex_core.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Memory, ShardCollector
 from awex_core.trainers.quantize import FP8, BlockFormat, BlockQuantizer, quantize_blocks
-from tests.support.fp8_reference import quantize_reference
+from tests.support.kernels.fp8_reference import quantize_reference
 
 CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 Box = tuple[int, int, int, int]

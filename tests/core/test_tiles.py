@@ -30,9 +30,9 @@ from awex_core.numerics.mixing import mix_block
 from awex_core.plan.copies import tensor_seeds
 from awex_core.transfer.views import descriptor_view
 from awex_core.verify.lanes import digest_program, lane_of
-from tests.support.kernel_checks import TENSORS
-from tests.support.lines import ROOT
-from tests.support.programs import random_memory, random_program
+from tests.support.kernels.kernel_checks import TENSORS
+from tests.support.kernels.programs import random_memory, random_program
+from tests.support.processes.lines import ROOT
 
 CPU = torch.device("cpu")
 
@@ -125,7 +125,7 @@ def test_digests(seed: int, side: Any) -> None:
 
 def test_the_kernels_in_tritons_interpreter() -> None:
     """Where there is no GPU. In a process of its own, as it is chosen at import."""
-    args = [sys.executable, "-W", "ignore", "-m", "tests.support.kernel_checks"]
+    args = [sys.executable, "-W", "ignore", "-m", "tests.support.kernels.kernel_checks"]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True, timeout=110, check=False)
     assert done.stdout.endswith("kernels: the same\n"), done.stderr[-3000:]

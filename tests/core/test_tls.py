@@ -16,7 +16,7 @@ from awex_core.meta.server import MetaServer
 from awex_core.meta.tls import Tls
 from awex_core.settings.config import SyncConfig
 from tests.support.any_client import AnyClient
-from tests.support.authority import Authority
+from tests.support.processes.authority import Authority
 
 TOKEN = "test-token"
 

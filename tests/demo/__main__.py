@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tests.support.compare import Comparison, compare_dumps
-from tests.support.environment import ENVIRONMENT
-from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer
-from tests.support.sglang_jobs import SglangReference, SglangServer
-from tests.support.tiny_models import make_model
-from tests.support.trainer import TrainerSpec
+from tests.support.engines.compare import Comparison, compare_dumps
+from tests.support.engines.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer
+from tests.support.engines.sglang_jobs import SglangReference, SglangServer
+from tests.support.families.tiny_models import make_model
+from tests.support.processes.environment import ENVIRONMENT
+from tests.support.trainers.trainer import TrainerSpec
 
 PROMPT = list(b"The trainer publishes, the engine follows, and nothing is written to disk. " * 5)
 PROOF = list(b"Nobody has asked this before, so no engine reads it from its cache. " * 5)

@@ -13,13 +13,20 @@ from typing import IO, Any, Generic, TypeVar, cast
 import pytest
 
 from awex_core.testing import checkpoint_trainer
-from tests.support.clients import asking
-from tests.support.compare import compare_dumps
-from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer, vllm_forks
-from tests.support.lines import Child
-from tests.support.sglang_jobs import SglangReference, SglangServer, sglang_forks
-from tests.support.trainer import TrainerSpec
-from tests.support.warm import FORKS, Process, start_process
+from tests.support.engines.compare import compare_dumps
+from tests.support.engines.jobs import (
+    MetaServerProcess,
+    Reference,
+    TrainerJob,
+    TrainerProcesses,
+    VllmServer,
+    vllm_forks,
+)
+from tests.support.engines.sglang_jobs import SglangReference, SglangServer, sglang_forks
+from tests.support.processes.clients import asking
+from tests.support.processes.lines import Child
+from tests.support.processes.warm import FORKS, Process, start_process
+from tests.support.trainers.trainer import TrainerSpec
 
 StartTrainer = Callable[..., TrainerJob]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import StartTrainer, check_same
-from tests.support.compare import compare_dumps
-from tests.support.jobs import MetaServerProcess, Reference, VllmServer
-from tests.support.sglang_jobs import SglangReference, SglangServer
-from tests.support.tiny_models import make_model
+from tests.support.engines.compare import compare_dumps
+from tests.support.engines.jobs import MetaServerProcess, Reference, VllmServer
+from tests.support.engines.sglang_jobs import SglangReference, SglangServer
+from tests.support.families.tiny_models import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -12,10 +12,10 @@ from awex_core.testing.checkpoint_trainer import CheckpointTrainer
 from awex_core.testing.engine import eventually
 from tests.e2e.conftest import check_same
 from tests.e2e.test_engines_follow_megatron import packs_linears
-from tests.support.jobs import MetaServerProcess, VllmServer
-from tests.support.other_calls import SglangCalls
-from tests.support.sglang_jobs import SglangReference, SglangServer
-from tests.support.tiny_models import make_model
+from tests.support.engines.jobs import MetaServerProcess, VllmServer
+from tests.support.engines.other_calls import SglangCalls
+from tests.support.engines.sglang_jobs import SglangReference, SglangServer
+from tests.support.families.tiny_models import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -15,9 +15,9 @@ import pytest
 
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer
 from tests.e2e.conftest import EngineStage, Stages, cases_to_run, check_same
-from tests.support.jobs import MetaServerProcess, Reference, VllmServer
-from tests.support.sglang_jobs import SglangReference, SglangServer
-from tests.support.tiny_families import make_family
+from tests.support.engines.jobs import MetaServerProcess, Reference, VllmServer
+from tests.support.engines.sglang_jobs import SglangReference, SglangServer
+from tests.support.families.tiny_families import make_family
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from tests.e2e.conftest import EngineStage, Stages, cases_to_run
-from tests.support.clients import asking
-from tests.support.compare import compare_dumps
-from tests.support.environment import ALL_CELLS
-from tests.support.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer, flags
-from tests.support.sglang_jobs import SglangReference, SglangServer
-from tests.support.tiny_families import FAMILIES, make_family
-from tests.support.tiny_models import KINDS
-from tests.support.trainer import TrainerSpec
+from tests.support.engines.compare import compare_dumps
+from tests.support.engines.jobs import MetaServerProcess, Reference, TrainerJob, TrainerProcesses, VllmServer, flags
+from tests.support.engines.sglang_jobs import SglangReference, SglangServer
+from tests.support.families.tiny_families import FAMILIES, make_family
+from tests.support.families.tiny_models import KINDS
+from tests.support.processes.clients import asking
+from tests.support.processes.environment import ALL_CELLS
+from tests.support.trainers.trainer import TrainerSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -13,9 +13,9 @@ from awex_core.settings.config import SyncConfig
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer
 from awex_core.testing.engine import eventually, stopped
 from tests.e2e.conftest import check_same
-from tests.support.jobs import MetaServerProcess, Reference, VllmServer
-from tests.support.sglang_jobs import SglangReference, SglangServer
-from tests.support.tiny_models import make_model
+from tests.support.engines.jobs import MetaServerProcess, Reference, VllmServer
+from tests.support.engines.sglang_jobs import SglangReference, SglangServer
+from tests.support.families.tiny_models import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

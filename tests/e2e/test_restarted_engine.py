@@ -10,10 +10,10 @@ import pytest
 
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer
 from awex_core.testing.engine import eventually
-from tests.support.compare import compare_dumps
-from tests.support.jobs import EngineServer, MetaServerProcess, VllmServer
-from tests.support.sglang_jobs import SglangServer
-from tests.support.tiny_models import make_model
+from tests.support.engines.compare import compare_dumps
+from tests.support.engines.jobs import EngineServer, MetaServerProcess, VllmServer
+from tests.support.engines.sglang_jobs import SglangServer
+from tests.support.families.tiny_models import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

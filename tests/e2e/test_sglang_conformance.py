@@ -8,9 +8,9 @@ import pytest
 
 from awex_core.testing.engine import ShadowTests
 from awex_core.testing.other_callers import OtherCallerTests
-from tests.support.conformance import LiveEngineTests, LiveSite
-from tests.support.other_calls import SglangCalls
-from tests.support.sglang_jobs import SglangReference, SglangServer
+from tests.support.engines.conformance import LiveEngineTests, LiveSite
+from tests.support.engines.other_calls import SglangCalls
+from tests.support.engines.sglang_jobs import SglangReference, SglangServer
 
 
 @pytest.mark.e2e

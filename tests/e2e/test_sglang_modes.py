@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import StartTrainer, ask_all_replicas, check_all_new, check_same, write_over_requests
-from tests.support.clients import asking
-from tests.support.jobs import MetaServerProcess
-from tests.support.lines import Child, ChildError
-from tests.support.sglang_jobs import BIN, SglangReference, SglangServer, engine_options, sglang_env
-from tests.support.tiny_models import make_model
-from tests.support.warm import run_to_end
+from tests.support.engines.jobs import MetaServerProcess
+from tests.support.engines.sglang_jobs import BIN, SglangReference, SglangServer, engine_options, sglang_env
+from tests.support.families.tiny_models import make_model
+from tests.support.processes.clients import asking
+from tests.support.processes.lines import Child, ChildError
+from tests.support.processes.warm import run_to_end
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -85,7 +85,7 @@ def test_offline_engine_follows(
 ) -> None:
     model = make_model(folder / "model", "qwen3-tied", dtype="bfloat16", seed=99)
     env = {**sglang_env(1), **meta.env, "AWEX_BACKEND": "awex"}
-    args = [str(BIN / "python"), "-m", "tests.support.sglang_offline", json.dumps(engine_options(model))]
+    args = [str(BIN / "python"), "-m", "tests.support.engines.sglang_offline", json.dumps(engine_options(model))]
     engine = Child(args, folder / "offline.log", env)
     stack.callback(engine.close)
     trainer = start_trainer(model, kind="qwen3-tied")

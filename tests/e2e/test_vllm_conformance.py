@@ -8,10 +8,10 @@ import pytest
 
 from awex_core.testing.engine import ShadowTests
 from awex_core.testing.other_callers import OtherCallerTests
-from tests.support.conformance import LiveEngineTests, LiveSite
-from tests.support.jobs import Reference, VllmServer
-from tests.support.other_calls import VllmCalls
-from tests.support.vllm_options import PLAIN_LINEARS
+from tests.support.engines.conformance import LiveEngineTests, LiveSite
+from tests.support.engines.jobs import Reference, VllmServer
+from tests.support.engines.other_calls import VllmCalls
+from tests.support.engines.vllm_options import PLAIN_LINEARS
 
 
 @pytest.mark.e2e

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import StartTrainer, ask_all_replicas, check_all_new, check_same, write_over_requests
-from tests.support.clients import asking
-from tests.support.jobs import MetaServerProcess, Reference, VllmServer, engine_env
-from tests.support.lines import ROOT, Child, end_session
-from tests.support.tiny_models import make_model
-from tests.support.warm import run_to_end, start_process
+from tests.support.engines.jobs import MetaServerProcess, Reference, VllmServer, engine_env
+from tests.support.families.tiny_models import make_model
+from tests.support.processes.clients import asking
+from tests.support.processes.lines import ROOT, Child, end_session
+from tests.support.processes.warm import run_to_end, start_process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -81,7 +81,7 @@ def test_offline_llm_follows_through_vllms_own_calls(
 ) -> None:
     model = make_model(folder / "model", "qwen3-tied", dtype="bfloat16", seed=99)
     env = {**engine_env(1), **meta.env, "PYTHONPATH": str(ROOT)}
-    args = [sys.executable, "-m", "tests.support.offline_engine", str(model)]
+    args = [sys.executable, "-m", "tests.support.engines.offline_engine", str(model)]
     engine = Child(args, folder / "offline.log", env)
     stack.callback(engine.close)
     trainer = start_trainer(model, kind="qwen3-tied")

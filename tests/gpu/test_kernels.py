@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.kernel_checks import check_casts, check_copies, check_digests
+from tests.support.kernels.kernel_checks import check_casts, check_copies, check_digests
 
 pytestmark = pytest.mark.gpu
 

@@ -1,9 +1,9 @@
 """The truth the product is measured against: a Hugging Face checkpoint from raw Megatron dumps.
 
     python tests/oracle/megatron_to_hf.py DUMP_DIR OUT_DIR --template HF_MODEL_DIR
-    python -m tests.oracle.megatron_to_hf --serve       any number of them, on command; see ``tests.support.lines``
+    python -m tests.oracle.megatron_to_hf --serve       any number of them, on command; see ``processes.lines``
 
-Reads what ``tests.support.trainer.Trainer.dump_raw`` wrote (what a rank saves, under
+Reads what ``tests.support.trainers.trainer.Trainer.dump_raw`` wrote (what a rank saves, under
 Megatron's own local names, and each rank's place) and puts the checkpoint
 together by plain arithmetic. Shares no code and no idea with the product: it
 gathers whole tensors where the product describes pieces, and computes layer
@@ -333,7 +333,7 @@ def main() -> None:
 
 def serve() -> None:
     """Take ``convert`` commands until standard input ends: starting Python and torch each time takes seconds."""
-    from tests.support.lines import answer_stream, serve_commands
+    from tests.support.processes.lines import answer_stream, serve_commands
 
     serve_commands(answer_stream(), {"convert": convert_dump})
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support import follow, run_cells, vllm_models
-from tests.support.built import Built
-from tests.support.cells import NOT_LOADED, PP2, SEEDS, TP2, Cell, Outcome, TrainerRun, Weights
-from tests.support.dump_trainers import check_raw
-from tests.support.engine_cells import Cells
-from tests.support.refusals import is_expected
+from tests.support.matrix import follow, run_cells, vllm_models
+from tests.support.matrix.built import Built
+from tests.support.matrix.cells import NOT_LOADED, PP2, SEEDS, TP2, Cell, Outcome, TrainerRun, Weights
+from tests.support.matrix.engine_cells import Cells
+from tests.support.matrix.refusals import is_expected
+from tests.support.trainers.dump_trainers import check_raw
 
 
 def fake_follow(cell: Cell, rank: int, *_: Any) -> Outcome:
@@ -53,7 +53,7 @@ class FakeEngine(ModuleType):
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(follow, "follow", fake_follow)
     monkeypatch.setattr(follow.DumpedTrainer, "read", lambda folder: None)
-    monkeypatch.setattr("tests.support.engine_cells.awex_modules", list)
+    monkeypatch.setattr("tests.support.matrix.engine_cells.awex_modules", list)
     cells = Cells(FakeEngine(), tmp_path, limit_s=2)
 
     def outcomes(*chosen: Cell) -> dict[str, str]:

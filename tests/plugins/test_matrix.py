@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests import matrix
-from tests.support.cells import NOT_LOADED, PP2, TP2, Cell, Outcome
-from tests.support.public_families import PUBLIC
-from tests.support.refusals import REFUSALS
-from tests.support.trainers import TRAINERS
+from tests.support.families.public_families import PUBLIC
+from tests.support.matrix.cells import NOT_LOADED, PP2, TP2, Cell, Outcome
+from tests.support.matrix.refusals import REFUSALS
+from tests.support.matrix.trainers import TRAINERS
 
 GEMMA = Cell("sglang", "gemma3", PP2)
 OUTCOMES = (

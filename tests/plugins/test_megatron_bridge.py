@@ -11,7 +11,7 @@ import pytest
 
 from awex_core.errors import ConfigError
 from megatron_awex.families import family_for
-from tests.support.wheels import unpacked
+from tests.support.processes.wheels import unpacked
 
 MBRIDGE = "mbridge==0.15.1"
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support import tiny_models
-from tests.support.trainer import ROOT, Trainer, TrainerSpec, join_ranks, run_ranks
+from tests.support.families import tiny_models
+from tests.support.trainers.trainer import ROOT, Trainer, TrainerSpec, join_ranks, run_ranks
 
 if TYPE_CHECKING:
     from awex_core.layout import Layout

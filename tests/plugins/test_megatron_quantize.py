@@ -17,9 +17,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from awex_core.meta.server import MetaServer
-from tests.support import tiny_models
-from tests.support.fp8_reference import quantize_reference
-from tests.support.trainer import ROOT, Trainer, TrainerSpec, join_ranks, run_ranks
+from tests.support.families import tiny_models
+from tests.support.kernels.fp8_reference import quantize_reference
+from tests.support.trainers.trainer import ROOT, Trainer, TrainerSpec, join_ranks, run_ranks
 
 TOKEN = "test-token"
 BLOCK = (48, 80)

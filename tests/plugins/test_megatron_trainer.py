@@ -22,7 +22,7 @@ from awex_core.trainers import trainer
 from megatron_awex import final_values
 from megatron_awex import trainer as megatron_trainer
 from megatron_awex.trainer import HfModel, WeightSyncCallback, extra_args_provider, wrap_optimizer_step
-from tests.support.wheels import unpacked
+from tests.support.processes.wheels import unpacked
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 301, "tie_word_embeddings": True}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.sglang_jobs import BIN, sglang_env
-from tests.support.warm import run_to_end
+from tests.support.engines.sglang_jobs import BIN, sglang_env
+from tests.support.processes.warm import run_to_end
 
 pytestmark = pytest.mark.timeout(240)
 

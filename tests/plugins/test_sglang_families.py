@@ -1,6 +1,6 @@
 """SGLang's real model classes, updated by a trainer: every tensor equals the one of an engine that loaded the weights.
 
-One process builds them all (see ``tests.support.engine_cells``). ``AWEX_ALL_CELLS=1`` looks at the whole table.
+One process builds them all (see ``tests.support.matrix.engine_cells``). ``AWEX_ALL_CELLS=1`` looks at the whole table.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.support.cells import LAYERS, Cell, Outcome
-from tests.support.environment import ALL_CELLS
-from tests.support.public_families import PUBLIC
-from tests.support.refusals import is_expected
-from tests.support.run_cells import clear, run_cells
-from tests.support.sglang_cells import MISMATCHED, MUTATED, SHORT, TABLE
+from tests.support.families.public_families import PUBLIC
+from tests.support.matrix.cells import LAYERS, Cell, Outcome
+from tests.support.matrix.refusals import is_expected
+from tests.support.matrix.run_cells import clear, run_cells
+from tests.support.matrix.sglang_cells import MISMATCHED, MUTATED, SHORT, TABLE
+from tests.support.processes.environment import ALL_CELLS
 
 EQUAL = TABLE if ALL_CELLS else SHORT
 

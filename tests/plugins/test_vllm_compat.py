@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.support.jobs import engine_env
-from tests.support.warm import run_to_end
+from tests.support.engines.jobs import engine_env
+from tests.support.processes.warm import run_to_end
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -1,6 +1,6 @@
 """Every family on vLLM's own model classes, layouts and precisions: updated by a trainer, it is what a fresh load is.
 
-One process builds them all (see ``tests.support.engine_cells``). ``AWEX_ALL_CELLS=1`` looks at the whole table.
+One process builds them all (see ``tests.support.matrix.engine_cells``). ``AWEX_ALL_CELLS=1`` looks at the whole table.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.support.cells import Cell, Outcome
-from tests.support.environment import ALL_CELLS
-from tests.support.public_families import PUBLIC
-from tests.support.refusals import is_expected
-from tests.support.run_cells import clear, run_cells
-from tests.support.vllm_cells import MISMATCHED, MUTATED, SHORT, TABLE
+from tests.support.families.public_families import PUBLIC
+from tests.support.matrix.cells import Cell, Outcome
+from tests.support.matrix.refusals import is_expected
+from tests.support.matrix.run_cells import clear, run_cells
+from tests.support.matrix.vllm_cells import MISMATCHED, MUTATED, SHORT, TABLE
+from tests.support.processes.environment import ALL_CELLS
 
 EQUAL = TABLE if ALL_CELLS else SHORT
 OTHER = list(MISMATCHED) if ALL_CELLS else list(MISMATCHED)[2:]

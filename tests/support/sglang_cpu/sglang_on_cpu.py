@@ -107,7 +107,7 @@ def _modules(tp_group: Any) -> list[str]:
     """Modules of ours that any tensor-parallel rank of this stage has loaded."""
     import torch.distributed as dist
 
-    from tests.support.engine_dump import awex_modules
+    from tests.support.engines.engine_dump import awex_modules
 
     found: list[list[str]] = [[] for _ in range(dist.get_world_size(tp_group))]
     dist.all_gather_object(found, awex_modules(), group=tp_group)

@@ -1,0 +1,117 @@
+"""The kernels against torch, on random descriptors.
+
+    TRITON_INTERPRET=1 python -m tests.support.kernels.kernel_checks
+
+runs them without a GPU, in Triton's interpreter, which is slow: sizes are small, yet every branch of a kernel is
+taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from awex_core.kernels.tiles import Batch, copy_batches, digest_batches
+from awex_core.layout.layout import CanonicalTensor
+from awex_core.layout.live import Memory
+from awex_core.modes import LANES
+from awex_core.numerics.casts import cast, cast_into
+from awex_core.plan.copies import tensor_seeds
+from awex_core.transfer.views import descriptor_view
+from awex_core.verify.lanes import digest_program, lane_of
+from tests.support.kernels.floats import PAIRS, specimens
+from tests.support.kernels.programs import SIZES, one_piece, random_memory, random_program
+
+SMALL = [size for size in SIZES if size <= 100]
+"""Of two of the largest the kernels make several blocks."""
+LAYOUTS = {(False, False), (True, False), (True, True)}
+"""Whether a batch is packed, and flat."""
+WORDS = {1, 2, 4, 8}
+"""Elements in a word."""
+SEED = 1
+"""The first whose small programs have all of that."""
+TENSORS = [CanonicalTensor(f"t{index:03}", (4,), "bfloat16") for index in range(100)]
+
+
+def check_copies(device: torch.device, seed: int, **options: Any) -> list[Batch]:
+    """Every byte of the destination is what one cast per descriptor, on the CPU, makes of it.
+
+    Returns the batches of the program that ``options`` make.
+    """
+    from awex_core.kernels.gpu import CopyLaunch
+
+    program, src_sizes, dst_sizes = random_program(seed, 60, len(TENSORS), **options)
+    cpu = torch.device("cpu")
+    values, expected = random_memory(src_sizes, 1, cpu), random_memory(dst_sizes, 1, cpu)
+    source, found = random_memory(src_sizes, 1, device), random_memory(dst_sizes, 1, device)
+    for k in range(len(program)):
+        cast_into(descriptor_view(program, k, expected, "dst"), descriptor_view(program, k, values, "src"))
+    batches = copy_batches(program, source.addresses, found.addresses)
+    copies = CopyLaunch(batches, device)
+    for _ in range(2):
+        copies.launch()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found.buffers, expected.buffers, strict=True))
+    return batches
+
+
+def check_casts(device: torch.device) -> None:
+    """Of every pair of types, the bits are those that ``casts.cast`` gives on the CPU; copied, and some digested."""
+    from awex_core.kernels.gpu import CopyLaunch, Digest
+
+    for source, destination in PAIRS:
+        values = specimens(source)
+        memory = Memory((values.view(torch.uint8).to(device),))
+        found = Memory((torch.zeros(len(values) * destination.itemsize, dtype=torch.uint8, device=device),))
+        program = one_piece(len(values), source, destination)
+        CopyLaunch(copy_batches(program, memory.addresses, found.addresses), device).launch()
+        expected = cast(values, destination).view(torch.uint8)
+        assert torch.equal(found.buffers[0].cpu(), expected), (source, destination)
+        few = values[::16].clone()
+        memory, program = Memory((few.view(torch.uint8).to(device),)), one_piece(len(few), source, destination)
+        (one,), lanes = TENSORS[:1], np.zeros(1, dtype=np.int64)
+        digest = Digest(digest_batches(program, memory.addresses, "src"), tensor_seeds([one]), lanes, 1, device)
+        on_cpu = digest_program(program, [one], Memory((cast(few, destination).view(torch.uint8),)), "dst")
+        assert digest.take(None)[0] == on_cpu[0], (source, destination)
+
+
+def check_digests(device: torch.device, seed: int, side: Any, **options: Any) -> list[Batch]:
+    """The lanes are those that the CPU computes, of all tensors and of some.
+
+    Returns the batches of the program that ``options`` make.
+    """
+    from awex_core.kernels.gpu import Digest
+
+    program, src_sizes, dst_sizes = random_program(seed, 40, len(TENSORS), **options)
+    memory = random_memory(src_sizes if side == "src" else dst_sizes, 2, device)
+    on_cpu = Memory(tuple(buffer.cpu() for buffer in memory.buffers))
+    lanes = lane_of(np.arange(len(TENSORS)), len(TENSORS))
+    batches = digest_batches(program, memory.addresses, side)
+    digest = Digest(batches, tensor_seeds(TENSORS), lanes, LANES, device)
+    some = np.arange(len(TENSORS)) % 3 == 0
+    for only in (None, some, None):
+        assert (digest.take(only) == digest_program(program, TENSORS, on_cpu, side, only=only)).all()
+    return batches
+
+
+def main() -> None:
+    """All checks on the CPU."""
+    from awex_core.kernels.gpu import _COPY_BLOCK
+
+    device = torch.device("cpu")
+    small: dict[str, Any] = {"sizes": SMALL}
+    copies = check_copies(device, SEED, **small)
+    digests = [batch for side in ("src", "dst") for batch in check_digests(device, SEED, side, **small)]
+    for batches in (copies, digests):
+        assert {(batch.packed, batch.flat) for batch in batches} == LAYOUTS
+    assert {batch.per_word for batch in digests} == WORDS
+    assert max((batch.table[:, 2] * batch.table[:, 3]).max() for batch in copies) > _COPY_BLOCK
+    check_casts(device)
+    print("kernels: the same")
+
+
+if __name__ == "__main__":
+    main()
