@@ -114,8 +114,8 @@ class Layout:
         return len(self.tensor)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Layout):
-            return False
+        if other is self or not isinstance(other, Layout):
+            return other is self
         alike = (self.tensors, self.buffers, self.constants) == (other.tensors, other.buffers, other.constants)
         return alike and all(np.array_equal(*pair) for pair in zip(self._columns(), other._columns(), strict=True))
 

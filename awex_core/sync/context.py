@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from awex_core.layout.layout import Layout
 from awex_core.layout.wire import Manifest, decode_layout, decode_manifest
 from awex_core.meta.client import MetaClient
+from awex_core.plan import SourceIndex, index_sources
 from awex_core.settings.config import SyncConfig
 
 
@@ -18,6 +20,7 @@ class LayoutCache:
         self._client = client
         self._layouts: dict[str, Layout] = {}
         self._manifests: dict[str, Manifest] = {}
+        self._sources: tuple[list[str], SourceIndex] | None = None
 
     def manifest(self, name: str) -> Manifest:
         """The manifest with this hash."""
@@ -30,6 +33,13 @@ class LayoutCache:
         if name not in self._layouts:
             self._layouts[name] = decode_layout(self._client.get_blob(name), self.manifest)
         return self._layouts[name]
+
+    def sources(self, names: Sequence[str]) -> SourceIndex:
+        """The index of these layouts, in the order of their ranks; kept until it is asked for others."""
+        kept = self._sources  # another thread may replace it
+        if kept is None or kept[0] != [*names]:
+            kept = self._sources = [*names], index_sources([self.get(name) for name in names])
+        return kept[1]
 
 
 Client = TypeVar("Client", bound=MetaClient, covariant=True)

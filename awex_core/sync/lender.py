@@ -16,7 +16,7 @@ from awex_core.errors import AwexError
 from awex_core.layout.live import Memory
 from awex_core.meta.client import WorkerClient
 from awex_core.meta.messages import CatchUpView, JobView, Resend, SyncView, WorkerInfo, WriterInfo
-from awex_core.plan import SourceIndex, index_sources
+from awex_core.plan import SourceIndex
 from awex_core.protocol.lending import catch_up_of, next_resend, ready_to_take
 from awex_core.protocol.sessions import SessionKey, catch_up_key, sources_of
 from awex_core.sync.context import SyncContext
@@ -103,7 +103,7 @@ class Lender:
         )
         self._client.lend(incarnation, self._target, info)
         view, catch_up = self._wait_until_ready(catch_up.number, deadline)
-        sources = index_sources([self._layouts.get(lender.layout) for lender in catch_up.lenders])
+        sources = self._layouts.sources([lender.layout for lender in catch_up.lenders])
         workers = view.engines[self._target].workers
         key = SessionKey(
             catch_up.sync.version.epoch,

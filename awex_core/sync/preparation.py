@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from awex_core.errors import ConfigError, PlanError, SyncTimeout, list_faults
 from awex_core.meta.client import WorkerClient
 from awex_core.meta.messages import EngineView, JobView, WriterInfo
-from awex_core.plan import CopyProgram, SourceIndex, index_sources
+from awex_core.plan import CopyProgram, SourceIndex
 from awex_core.protocol.receiving import lacking_shadow
 from awex_core.protocol.sessions import has_traced, refusals
 from awex_core.sync.context import SyncContext
@@ -137,7 +137,7 @@ class Preparation:
 
     def sources(self, writers: Sequence[WriterInfo]) -> SourceIndex:
         """What the writers hold."""
-        return index_sources([self._layouts.get(writer.layout) for writer in writers])
+        return self._layouts.sources([writer.layout for writer in writers])
 
     def _check_complete_soon(self, writers: Sequence[WriterInfo]) -> None:
         """Find out whether the engine can take all of the trainer's model, if its other workers have traced by now.

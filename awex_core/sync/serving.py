@@ -21,7 +21,7 @@ from awex_core.errors import MetaServerError, SyncTimeout
 from awex_core.layout.live import Memory
 from awex_core.meta.client import WriterClient
 from awex_core.meta.messages import EngineSync, EngineView, JobView, Resend, SyncView
-from awex_core.plan import CopyProgram, SourceIndex, index_sources
+from awex_core.plan import CopyProgram, SourceIndex
 from awex_core.protocol.publishing import engine_to_serve
 from awex_core.protocol.sessions import SessionKey, sources_of
 from awex_core.sync.context import LayoutCache, SyncContext
@@ -123,17 +123,14 @@ class Server:
     def __init__(self, rank: int, incarnation: str, context: SyncContext[WriterClient]) -> None:
         self.rank, self.incarnation, self.client, self._context = rank, incarnation, context.client, context
         self.digests = DigestPrograms(context.layouts, rank)
-        self._sources: tuple[list[str], SourceIndex] | None = None
         self._sessions: dict[str, WriterSession] = {}
 
     def begin(self, view: JobView, sync: SyncView, memory: Memory) -> ServedVersion:
         """This rank's part in a version that is open, from ``memory``."""
         for engine in set(self._sessions) - set(view.engines):
             self.drop(engine)
-        names = [writer.layout for writer in view.writers]
-        if self._sources is None or self._sources[0] != names:
-            self._sources = names, index_sources([self._context.layouts.get(name) for name in names])
-        return ServedVersion(self, view, sync, self._sources[1], memory)
+        sources = self._context.layouts.sources([writer.layout for writer in view.writers])
+        return ServedVersion(self, view, sync, sources, memory)
 
     def session(
         self, engine: str, view: JobView, sync: SyncView, sources: SourceIndex, memory: Memory, deadline: Deadline

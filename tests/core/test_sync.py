@@ -24,8 +24,10 @@ from awex_core.layout.live import Held, ShardCollector
 from awex_core.meta.client import MetaClient, ObserverClient, WorkerClient, WriterClient
 from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
+from awex_core.plan import CopyTable
 from awex_core.settings.config import SyncConfig
 from awex_core.sync import controller as controller_module
+from awex_core.sync import session as session_module
 from awex_core.sync import writer as writer_module
 from awex_core.sync.controller import EngineController
 from awex_core.sync.engine import LoaderPathModule
@@ -308,6 +310,31 @@ def test_a_late_engine_joins_with_the_next_version(
     assert late.controller.version == Version(0, 0)
     assert trainer.write(2).committed == ("first", "late")
     assert holds(first, trainer.weights) and holds(late, trainer.weights)
+
+
+def test_who_joins_is_planned_and_nobody_else(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[tuple[str, int | None]] = []
+    original = session_module.plan_for_worker
+
+    def plan(*given: Any) -> CopyTable:
+        planned.append((given[2].engine, given[4] if len(given) > 4 else None))
+        return original(*given)
+
+    monkeypatch.setattr(session_module, "plan_for_worker", plan)
+    first = loop.engine("first", 2, config)
+    trainer = make_trainer(world=2, config=config)
+    trainer.write(1)
+    assert sorted(planned, key=str) == sorted([("first", rank) for rank in (0, 1, None)] * 2, key=str)
+    planned.clear()
+    second = loop.engine("second", 1, config)
+    assert set(trainer.write(2).committed) == {"first", "second"}
+    assert holds(first, trainer.weights) and holds(second, trainer.weights)
+    assert sorted(planned, key=str) == sorted([("second", rank) for rank in (0, 1, None)], key=str)
+    planned.clear()
+    trainer.write(3)
+    assert not planned
 
 
 def test_without_any_engine_a_version_is_published_to_nobody(make_trainer: Callable[..., Trainer]) -> None:
