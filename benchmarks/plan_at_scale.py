@@ -27,6 +27,8 @@ from benchmarks.report import Figure
 
 ROUNDS = 3
 _WRITER, _WORKER = 37, 5
+_HOST = 8
+"""GPUs of one host."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,16 @@ class Job:
     sources: list[bytes]
     workers: list[bytes]
     engines: int
+    colocated: bool = False
+    """Whether each worker has the GPU of a trainer's rank; otherwise they are on hosts of their own."""
+
+    def distance(self, worker: int) -> list[int] | None:
+        """Of every writer rank from one worker of all engines, as ``plan_copies`` takes it."""
+        if not self.colocated:
+            return None
+        return [
+            0 if worker == rank else 1 if worker // _HOST == rank // _HOST else 2 for rank in range(len(self.sources))
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -77,9 +89,16 @@ def at_scale() -> list[Figure]:
     trainer, larger = (blobs(kimi_k2_trainer(tp=8, pp=8, ep=ep)) for ep in (32, 128))
     whole, cut = blobs(kimi_k2_engine(tp=8, ep=128)), blobs(kimi_k2_engine(tp=16))
     return [
-        *_figures("kimi_ep", "256 ranks to 1 engine of 128 (TP8, EP128)", Job(told, trainer, whole, 1), _GOALS),
+        *_figures(
+            "kimi_ep", "256 ranks to 1 engine of 128 (EP128, on their GPUs)", Job(told, trainer, whole, 1, True), _GOALS
+        ),
         *_figures("kimi_tp", "256 ranks to 8 engines of TP16", Job(told, trainer, cut, 8), _GOALS),
-        *_figures("kimi_1024_ep", "1,024 ranks to 8 engines of 128", Job(told, larger, whole, 8), _GOALS_1024),
+        *_figures(
+            "kimi_1024_ep",
+            "1,024 ranks to 8 engines of 128, on their GPUs",
+            Job(told, larger, whole, 8, True),
+            _GOALS_1024,
+        ),
         *_figures("kimi_1024_tp", "1,024 ranks to 64 engines of TP16", Job(told, larger, cut, 64), _GOALS_1024),
     ]
 
@@ -119,7 +138,7 @@ def _first_reader(_peer: Peer, job: Job) -> Cost:
 def _writer(_peer: Peer, job: Job) -> Cost:
     cost, writer = _cost(lambda: _write(job))
     begun = time.perf_counter()
-    programs = writer.engine()
+    programs = writer.engine(job, 0)
     assert len(programs) == len(job.workers)
     return replace(cost, join_s=time.perf_counter() - begun)
 
@@ -138,7 +157,7 @@ def _read(job: Job) -> tuple[Manifest, SourceIndex]:
     manifest = Manifest("", decode_manifest(job.manifest))
     sources = index_sources(_decoded(job.sources, manifest))
     (layout,) = _decoded(job.workers[_WORKER : _WORKER + 1], manifest)
-    table = plan_copies(sources, layout, rank=_WORKER)
+    table = plan_copies(sources, layout, rank=_WORKER, distance=job.distance(_WORKER))
     programs, held = lower_all(table, sources), held_plan(layout)
     fingerprints = [table.from_rank(rank).fingerprint() for rank in range(len(job.sources))]
     assert len(fingerprints) == len(programs) and len(held)
@@ -152,9 +171,13 @@ class _Writer:
     sources: SourceIndex
     layouts: list[Layout]
 
-    def engine(self) -> list[CopyProgram]:
+    def engine(self, job: Job, number: int) -> list[CopyProgram]:
         """The session with one engine."""
-        tables = [plan_part(self.sources, layout, _WRITER, rank=rank) for rank, layout in enumerate(self.layouts)]
+        first = number * len(self.layouts)
+        tables = [
+            plan_part(self.sources, layout, _WRITER, rank=rank, distance=job.distance(first + rank))
+            for rank, layout in enumerate(self.layouts)
+        ]
         programs = [lower_copies(table, self.sources, _WRITER) for table in tables]
         assert len({table.fingerprint() for table in tables}) > 1
         return programs
@@ -163,7 +186,7 @@ class _Writer:
 def _write(job: Job) -> _Writer:
     manifest = Manifest("", decode_manifest(job.manifest))
     writer = _Writer(index_sources(_decoded(job.sources, manifest)), _decoded(job.workers, manifest))
-    sessions = [writer.engine() for _ in range(job.engines)]
+    sessions = [writer.engine(job, number) for number in range(job.engines)]
     digests = [digest_plan(writer.sources, layout, _WRITER) for layout in writer.layouts]
     assert sum(map(len, sessions[0])) and sum(map(len, digests))
     return writer

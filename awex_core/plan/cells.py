@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from awex_core.errors import PlanError
 from awex_core.layout.layout import CanonicalTensor, Layout
+from awex_core.layout.runs import across
 from awex_core.plan.boxes import IntArray, group_rows, join
-from awex_core.plan.replicas import Candidates, all_replicas, spread
+from awex_core.plan.replicas import SharedCells
 from awex_core.plan.sharing import source_faults
 
 
@@ -51,19 +52,9 @@ class SourceIndex:
         return tuple(source_faults(self.layouts))
 
     @functools.cached_property
-    def volume(self) -> IntArray:
-        """Elements of each cell, shape ``[U]``."""
-        return self.extent.prod(axis=1)
-
-    @functools.cached_property
-    def replicas(self) -> Candidates:
-        """Every replica of each cell."""
-        return all_replicas(self.first)
-
-    @functools.cached_property
-    def turns(self) -> IntArray:
-        """Whose turn it is at each cell where no replica is nearer than another, shape ``[U]``."""
-        return spread(self.replicas, self.rank, self.volume, np.arange(len(self.tensor)))
+    def shared(self) -> SharedCells:
+        """The cells that several ranks hold."""
+        return SharedCells.among(self.first, self.rank, across(np.multiply, self.extent))
 
     @functools.cached_property
     def row_first(self) -> IntArray:

@@ -16,7 +16,6 @@ from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.runs import IntArray
 from awex_core.plan.boxes import Box, describe, join, subtract
 from awex_core.plan.cells import SourceIndex, pad_columns
-from awex_core.plan.replicas import nearest_replicas, spread
 from awex_core.plan.sharing import destination_faults
 
 
@@ -162,13 +161,9 @@ def choose_replicas(
 ) -> IntArray:
     """For each of some cells, which entry of ``sources.rank`` serves destination ``rank``; all if none are named."""
     cells = np.arange(len(sources.tensor), dtype=np.int64) if cells is None else cells
-    if distance is None or len(set(distance)) == 1:
-        among, turn = sources.replicas, sources.turns[cells]
-    else:
-        far = np.asarray(distance, dtype=np.int64)[sources.rank]
-        among = nearest_replicas(sources.first, far)
-        turn = spread(among, sources.rank, sources.volume, cells)
-    return among.entries[among.head[cells] + (turn + rank) % among.count[cells]]
+    entry, place = sources.first[cells], sources.shared.place[cells]
+    entry[place >= 0] = sources.shared.choose(place[place >= 0], rank, distance)
+    return entry
 
 
 def _refuse(faults: Sequence[str], rank: int) -> None:
