@@ -33,7 +33,8 @@ PROTOCOL = (1, 1)
 """The major and the minor version of all that is said here, which every message's header carries (``release``).
 
 A field or request that others can do without raises the minor version: it has a default, and who does not know it
-ignores it. What changes the meaning of anything, or takes it away, raises the major one.
+ignores it. The major one is raised by what changes the meaning of anything or takes it away, and by what changes that
+which both ends have to work out alike: the form of a layout, the plan, the digests.
 """
 
 
