@@ -12,7 +12,7 @@ import sys
 
 import psutil
 
-from tests.support.processes.redis import redis_server
+from tests.support.meta.redis import redis_server
 
 OLDEST_REDIS = (6, 2)
 MEMORY_NBYTES, SHARED_NBYTES = 5 << 30, 512 << 20

@@ -32,9 +32,9 @@ from awex_core.testing.fake_engine import holds
 from awex_core.version import Version
 from tests.core.test_meta_server import HEADERS, TOKEN, in_thread, process, until, worker, writer
 from tests.core.test_sync import Loop, Trainer
-from tests.support.any_client import AnyClient
-from tests.support.processes.authority import Authority
-from tests.support.processes.redis import RedisProcess
+from tests.support.meta.any_client import AnyClient
+from tests.support.meta.authority import Authority
+from tests.support.meta.redis import RedisProcess
 
 LEASE_S = 20.0
 """Long enough that nobody here lapses by being slow: most members do not keep their leases."""

@@ -20,7 +20,7 @@ from awex_core.meta.release import HEADER, OURS, Release, parse_release, why_apa
 from awex_core.meta.server import MetaServer
 from tests.core.test_meta_server import HEADERS, TOKEN, error_of, post, process, worker
 from tests.rules.tree import setup_cfg
-from tests.support.any_client import AnyClient
+from tests.support.meta.any_client import AnyClient
 
 NEXT = Release(OURS.major + 1, 0, "9.0.0")
 NEWER = Release(OURS.major, OURS.minor + 1, "0.9.0")

@@ -28,7 +28,7 @@ from awex_core.meta.limits import Limits
 from awex_core.meta.release import HEADER, OURS
 from awex_core.meta.server import MetaServer
 from awex_core.version import Version
-from tests.support.any_client import AnyClient
+from tests.support.meta.any_client import AnyClient
 
 TOKEN = "a-test-token"
 HEADERS = {"authorization": f"Bearer {TOKEN}", HEADER: OURS.header}

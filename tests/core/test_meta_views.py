@@ -22,7 +22,7 @@ from awex_core.version import Version
 from tests.core.test_meta_machine import BEGIN, entry
 from tests.core.test_meta_server import TOKEN, in_thread, until
 from tests.core.test_meta_store import announce, controller, worker, writer
-from tests.support.any_client import AnyClient
+from tests.support.meta.any_client import AnyClient
 
 EXAMPLES = 150
 

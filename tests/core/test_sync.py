@@ -40,7 +40,7 @@ from awex_core.sync.writer import WeightWriter
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
 from awex_core.trainers.trainer import Places
 from awex_core.version import INITIAL, Version
-from tests.support.processes.authority import Authority
+from tests.support.meta.authority import Authority
 
 T = TypeVar("T")
 TOKEN = "test-token"

@@ -15,8 +15,8 @@ from awex_core.errors import ConfigError, Unauthorized, Unreachable
 from awex_core.meta.server import MetaServer
 from awex_core.meta.tls import Tls
 from awex_core.settings.config import SyncConfig
-from tests.support.any_client import AnyClient
-from tests.support.processes.authority import Authority
+from tests.support.meta.any_client import AnyClient
+from tests.support.meta.authority import Authority
 
 TOKEN = "test-token"
 
