@@ -1,12 +1,14 @@
 """What meta servers keep in Redis: for each job a log, its newest saved state, and blobs.
 
-    awex:1:JOB:log      a stream of entries, numbered without a gap in field n
-    awex:1:JOB:head     n, the number of the last entry; the newest saved state, and the entry after which it was saved
-    awex:1:JOB:blobs    blobs by hash, and ...:used, when each was last asked for
-    awex:1:jobs         when each job was last heard of
+    awex:1.0:JOB:log    a stream of entries, numbered without a gap in field n
+    awex:1.0:JOB:head   n, the number of the last entry; the newest saved state, and the entry after which it was saved
+    awex:1.0:JOB:blobs  blobs by hash, and ...:used, when each was last asked for
+    awex:1.0:jobs       when each job was last heard of
+    awex:servers        when servers of each protocol were last heard of
 
-The 1 is the format. Every key of a job goes a day after its last entry. One
-server with its replicas is meant, not a cluster. Should Redis lose some of
+The 1.0 is the protocol: servers have to make the same of each entry, so those of
+another one keep logs of their own, and do not start beside these. Every key of a
+job goes a day after its last entry. One server with its replicas is meant, not a cluster. Should Redis lose some of
 the newest entries (a restart without ``appendfsync always``), servers notice,
 read what is left, and go on from there.
 """
@@ -31,6 +33,7 @@ from redis.retry import Retry
 from awex_core.errors import ConfigError, Refused, first_line
 from awex_core.meta.job import MAX_JOBS
 from awex_core.meta.limits import Limits
+from awex_core.meta.messages import PROTOCOL
 
 T = TypeVar("T")
 
@@ -45,6 +48,12 @@ KEPT_S = 86_400
 
 QUIET_S = 120
 """A job that has had no entry for so long counts no more among those a store may hold, in seconds."""
+
+SPOKEN = "{}.{}".format(*PROTOCOL)
+SERVERS = "awex:servers"
+
+APART_S = 15.0
+"""How long servers of another protocol must have been silent before one of this starts, in seconds."""
 
 READ_ENTRIES = 200
 """Entries read at once."""
@@ -63,6 +72,7 @@ redis.call('DEL', KEYS[1], KEYS[2])
 redis.call('XADD', KEYS[1], '*', 'n', 1, 'e', ARGV[1])
 redis.call('HSET', KEYS[2], 'n', 1)
 redis.call('ZADD', KEYS[3], now, ARGV[2])
+redis.call('ZADD', KEYS[4], now, ARGV[6])
 for i = 1, 2 do redis.call('EXPIRE', KEYS[i], ARGV[5]) end
 return 1
 """
@@ -71,7 +81,9 @@ _APPEND = """
 if redis.call('EXISTS', KEYS[1], KEYS[2]) < 2 then return 0 end
 local n = redis.call('HINCRBY', KEYS[2], 'n', 1)
 redis.call('XADD', KEYS[1], '*', 'n', n, 'e', ARGV[1])
-redis.call('ZADD', KEYS[3], redis.call('TIME')[1], ARGV[2])
+local now = redis.call('TIME')[1]
+redis.call('ZADD', KEYS[3], now, ARGV[2])
+redis.call('ZADD', KEYS[4], now, ARGV[4])
 for i = 1, 2 do redis.call('EXPIRE', KEYS[i], ARGV[3]) end
 return n
 """
@@ -183,6 +195,7 @@ class RedisStore:
                 retry=Retry(NoBackoff(), 0),
             ) as client:
                 version = str(client.info("server")["redis_version"])
+                now, heard = client.time()[0], client.zrange(SERVERS, 0, -1, withscores=True)
         except (RedisError, OSError) as error:
             raise ConfigError(
                 f"the store {self.shown} cannot be used: {first_line(error)}; check --store or AWEX_STORE, and that "
@@ -190,6 +203,13 @@ class RedisStore:
             ) from error
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
             raise ConfigError(f"the store {self.shown} is Redis {version}; 6.2 or newer is needed")
+        others = [spoken.decode() for spoken, at in heard if spoken.decode() != SPOKEN and now - at < APART_S]
+        if others:
+            raise ConfigError(
+                f"the store {self.shown} is in use by meta servers of protocol {', '.join(others)}, and this one is of"
+                f" {SPOKEN}: they would not make the same of what is kept there. Stop all of those, wait {APART_S:g} s,"
+                " then start this one (docs/upgrading.md)"
+            )
 
     async def disconnect(self, *, in_use: bool) -> None:
         """End all connections, or those that are idle, which may be to a Redis that has ended."""
@@ -200,12 +220,12 @@ class RedisStore:
 
     async def begin(self, job: str, entry: bytes) -> bool:
         """Begin a job's log with ``entry`` unless there is one; false when there are too many jobs."""
-        arguments: list[bytes | str | int] = [entry, job, MAX_JOBS, QUIET_S, KEPT_S]
+        arguments: list[bytes | str | int] = [entry, job, MAX_JOBS, QUIET_S, KEPT_S, SPOKEN]
         return bool(await self._do(self._begin(keys=_log_keys(job), args=arguments)))
 
     async def append(self, job: str, entry: bytes) -> bool:
         """Append to a job's log; false when there is none (any more)."""
-        return bool(await self._do(self._append(keys=_log_keys(job), args=[entry, job, KEPT_S])))
+        return bool(await self._do(self._append(keys=_log_keys(job), args=[entry, job, KEPT_S, SPOKEN])))
 
     async def has(self, job: str) -> bool:
         """Whether there is a log."""
@@ -280,11 +300,11 @@ def show_url(url: str) -> str:
 
 
 def _key(job: str, what: str) -> str:
-    return f"awex:1:{job}:{what}"
+    return f"awex:{SPOKEN}:{job}:{what}"
 
 
 def _log_keys(job: str) -> list[str]:
-    return [_key(job, "log"), _key(job, "head"), "awex:1:jobs"]
+    return [_key(job, "log"), _key(job, "head"), f"awex:{SPOKEN}:jobs", SERVERS]
 
 
 def _blob_keys(job: str) -> list[str]:

@@ -25,7 +25,7 @@ from awex_core.meta import messages as m
 from awex_core.meta import replicated
 from awex_core.meta.leases import LeaseKeeper
 from awex_core.meta.limits import Limits
-from awex_core.meta.redis_store import Logged, RedisStore, SavedState
+from awex_core.meta.redis_store import APART_S, SERVERS, SPOKEN, Logged, RedisStore, SavedState
 from awex_core.meta.server import MetaServer
 from awex_core.settings.config import SyncConfig
 from awex_core.testing.fake_engine import holds
@@ -99,6 +99,21 @@ def without_times(view: m.JobView) -> m.JobView:
     """A view without what depends on when it was taken, and by which server."""
     assert view.sync is not None
     return structs.replace(view, source="", sync=structs.replace(view.sync, remaining_s=0))
+
+
+def test_servers_of_another_protocol_do_not_start_beside_these(redis, serve):
+    """They would not make the same of the entries; and those that are silent for long are gone."""
+    with client_of(serve()) as client:
+        client.join_worker(worker())
+    serve()
+    raw = redis.client()
+    ((spoken, heard),) = raw.zrange(SERVERS, 0, -1, withscores=True)
+    assert spoken == SPOKEN.encode() and abs(heard - raw.time()[0]) < 10
+    raw.zadd(SERVERS, {"0.9": raw.time()[0]})
+    with pytest.raises(ConfigError, match=rf"meta servers of protocol 0\.9, and this one is of {SPOKEN}: .* Stop all"):
+        serve()
+    raw.zadd(SERVERS, {"0.9": raw.time()[0] - APART_S - 1})
+    serve()
 
 
 # One state
@@ -429,8 +444,8 @@ def test_the_log_is_bounded_and_nothing_is_lost_by_it(serve, redis, monkeypatch)
         begin_version(client)
         for _ in range(400):
             client.heartbeat(["w0"])
-        until(lambda: redis.client().xlen("awex:1:job:log") <= 110, 20)
-        assert int(redis.client().hget("awex:1:job:head", "n")) > 400
+        until(lambda: redis.client().xlen(f"awex:{SPOKEN}:job:log") <= 110, 20)
+        assert int(redis.client().hget(f"awex:{SPOKEN}:job:head", "n")) > 400
         # A server that has seen none of it goes on from the saved state.
         with client_of(serve()) as late:
             assert without_times(late.watch()) == without_times(client.watch())
@@ -441,7 +456,7 @@ def test_a_job_goes_from_redis_a_day_after_its_last_entry(serve, redis):
     with client_of(serve()) as client:
         client.join_writer(writer())
         client.put_blob(b"layout")
-        keys = list(redis.client().scan_iter("awex:1:job:*"))
+        keys = list(redis.client().scan_iter(f"awex:{SPOKEN}:job:*"))
         assert len(keys) == 4
         assert all(0 < redis.client().ttl(key) <= 86_400 for key in keys)
 
@@ -450,7 +465,7 @@ def test_a_log_that_was_evicted_is_a_job_that_is_forgotten(serve, redis):
     with client_of(serve()) as client:
         client.join_writer(writer())
         with redis.client() as raw:
-            raw.delete("awex:1:job:log")
+            raw.delete(f"awex:{SPOKEN}:job:log")
         with pytest.raises(Refused, match="unknown job"):
             client.heartbeat(["w"])
         assert client.join_writer(writer()).epoch == 1
