@@ -19,7 +19,7 @@ StartMode = Literal["closed", "open"]
 """Whether an engine that joins a job with a version serves what it was started on until it has caught up."""
 
 SnapshotMode = Literal["wait", "replace"]
-"""What a newer version does with the copy that engines still need: wait for it, or replace it where none has begun."""
+"""What a newer version does with a snapshot that engines still need: wait, or replace it where none has begun."""
 
 
 NonFiniteMode = Literal["allow", "warn", "refuse"]

@@ -63,7 +63,7 @@ class SyncConfig:
     catch_up: bool = True
     """Whether an engine that is behind takes a newer version from another engine, between the trainer's."""
     snapshot: SnapshotMode = "wait"
-    """What publishing without blocking does while engines need the last copy: ``wait``, or ``replace`` it if unread."""
+    """What publishing without blocking does while engines need the last one: ``wait``, or ``replace`` it if unread."""
     nonfinite: NonFiniteMode = "warn"
     """What a trainer does that publishes NaN or infinities: ``allow`` it, name the tensors once, or ``refuse``."""
     tls: Tls | None = None

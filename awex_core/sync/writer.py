@@ -187,8 +187,8 @@ class WeightWriter:
                 these, others everything; the digest covers the whole model either way. Where a rank's last call has
                 raised, or no engine has committed its version, all get everything, and ``whole_because`` says so.
             blocking: hold until every engine is done with the version. Otherwise the weights are copied, and
-                engines pull from the copy while training goes on; the same on every rank. Takes as much memory
-                again, from the first such call on. There is one copy: if engines still need it, the configuration
+                engines pull from a snapshot while training goes on; the same on every rank. Takes as much memory
+                again, from the first such call on. There is one snapshot: if engines still need it, the configuration
                 (``SyncConfig.snapshot``) says whether this call waits or, where no engine has begun, replaces it.
 
         Raises:
@@ -200,7 +200,7 @@ class WeightWriter:
                 version that was published without blocking, if nobody has asked for its result; nothing is published
                 then.
             SyncTimeout: the outcome could not be learned within the limit; names who was waited for.
-            TransferError: no memory for the copy.
+            TransferError: no memory for the snapshot.
         """
         self._check_open()
         limit_s = timeout_s if timeout_s is not None else self.config.sync_timeout_s
