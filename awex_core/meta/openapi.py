@@ -1,4 +1,4 @@
-"""The HTTP API as an OpenAPI document, made from the types of the messages; served as ``/v1/openapi.json``.
+"""The HTTP API as an OpenAPI document, made from the paths and the types of the messages; ``/v1/openapi.json``.
 
 Bodies are msgpack. OpenAPI describes JSON, so what is said of a body holds for the values it decodes to, with two
 things that JSON cannot have: bytes (``format: binary``), and maps whose keys are integers, written as decimals here.
@@ -6,30 +6,15 @@ things that JSON cannot have: bytes (``format: binary``), and maps whose keys ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
-from awex_core.meta.messages import ErrorReply, JobList, JobStatus
+from awex_core.meta.messages import ErrorReply
 from awex_core.meta.release import HEADER, HEADER_PATTERN
 from awex_core.meta.requests import REPLIES, REQUESTS
-
-MSGPACK, JSON, BYTES = "application/msgpack", "application/json", "application/octet-stream"
-
-STATUS_OF = {
-    "unauthorized": 401,
-    "unknown": 404,
-    "fenced": 409,
-    "too_large": 413,
-    "invalid": 400,
-    "busy": 429,
-    "unavailable": 503,
-}
-"""The HTTP status of each code of an ``ErrorReply``."""
-
-JOB_PATTERN = "^[A-Za-z0-9._-]{1,64}$"
-BLOB_PATTERN = "^[0-9a-f]{32}$"
+from awex_core.meta.routes import BLOB_PATTERN, BYTES, ENDPOINTS, JOB_PATTERN, JSON, MSGPACK, STATUS_OF, Endpoint
 
 _INT64 = {"minimum": -(1 << 63), "maximum": (1 << 63) - 1}
 _MSGPACK_BYTES, _JSON_BYTES = {"type": "string", "format": "binary"}, {"type": "string", "contentEncoding": "base64"}
@@ -38,7 +23,10 @@ _MSGPACK_BYTES, _JSON_BYTES = {"type": "string", "format": "binary"}, {"type": "
 def describe() -> dict[str, Any]:
     """The document: every path, what it takes, and what it answers. Nothing in it depends on a server's state."""
     kinds = [*REQUESTS.values(), *dict.fromkeys(REPLIES.values()), ErrorReply]
-    schemas = _components(kinds, "", _MSGPACK_BYTES) | _components([JobStatus, JobList], "Json", _JSON_BYTES)
+    shown = [each.answer for each in ENDPOINTS if each.media == JSON and each.answer is not None]
+    paths: dict[str, Any] = {}
+    for endpoint in _one_by_one():
+        paths.setdefault(endpoint.path, _parameters(endpoint.path))[endpoint.method.lower()] = _operation(endpoint)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -48,30 +36,23 @@ def describe() -> dict[str, Any]:
             "schema for the values they decode to. Answers that are not a success are an ErrorReply.",
         },
         "security": [{"token": []}],
-        "paths": {
-            "/health": {"get": _open("Whether the server is up", {"type": "object"})},
-            "/v1/openapi.json": {"get": _open("This document", {"type": "object"})},
-            "/v1/jobs": {"get": _operation("The jobs and their live engines", _json("JsonJobList"))},
-            "/v1/jobs/{job}": {
-                "parameters": [_job()],
-                "get": _operation("The job, for people", _json("JsonJobStatus")),
-            },
-            **{f"/v1/jobs/{{job}}/{name}": _request(name, kind) for name, kind in REQUESTS.items()},
-            "/v1/jobs/{job}/blobs/{hash}": {
-                "parameters": [_job(), _parameter("path", "hash", BLOB_PATTERN, "The blob's content hash")],
-                "put": {
-                    **_operation("Keep a blob", _msgpack("Ok"), body={BYTES: {"schema": {}}}),
-                    "parameters": [_release()],
-                },
-                "get": _operation("A blob", {BYTES: {"schema": {}}}),
-                "head": _operation("Whether a blob is here; it is then kept for a while", {}, bodies=False),
-            },
-        },
+        "paths": paths,
         "components": {
-            "schemas": schemas,
+            "schemas": _components(kinds, "", _MSGPACK_BYTES) | _components(shown, "Json", _JSON_BYTES),
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _one_by_one() -> Iterator[Endpoint]:
+    """The endpoints, with each request at a path of its own."""
+    for endpoint in ENDPOINTS:
+        if endpoint.served_by != "request":
+            yield endpoint
+            continue
+        for name, kind in REQUESTS.items():
+            summary = (kind.__doc__ or name).strip().partition("\n")[0]
+            yield Endpoint("POST", endpoint.path.replace("{request}", name), name, summary, REPLIES[name])
 
 
 def _components(kinds: Iterable[Any], prefix: str, as_bytes: dict[str, Any]) -> dict[str, Any]:
@@ -91,51 +72,47 @@ def _adapted(schema: Any, as_bytes: dict[str, Any]) -> Any:
     return {**_INT64, **adapted} if schema.get("type") == "integer" else adapted
 
 
-def _request(name: str, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    key = _parameter("header", "idempotency-key", "^[ -~]{0,64}$", "The same at each repeat of a request")
-    operation = _operation(
-        (kind.__doc__ or name).strip().partition("\n")[0],
-        _msgpack(REPLIES[name].__name__),
-        body=_msgpack(kind.__name__),
-    )
-    return {"parameters": [_job()], "post": {**operation, "operationId": name, "parameters": [key, _release()]}}
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    """One method of a path."""
+    answer = _content(endpoint.media, endpoint.answer)
+    success = {"200": {"description": "Done", **({"content": answer} if answer else {})}}
+    if endpoint.is_open:
+        return {"summary": endpoint.summary, "security": [], "responses": success}
+    # The answer to a HEAD request has no body that could say what was wrong.
+    why = {"content": _content(MSGPACK, ErrorReply)} if endpoint.method != "HEAD" else {}
+    refusals = {str(status): {"description": code, **why} for code, status in STATUS_OF.items()}
+    return {"summary": endpoint.summary, **_asked(endpoint), "responses": {**success, **refusals}}
 
 
-def _operation(
-    summary: str, answer: dict[str, Any], *, body: dict[str, Any] | None = None, bodies: bool = True
-) -> dict[str, Any]:
-    """One method of a path; ``bodies`` is false where no answer has one."""
-    content = {"content": _msgpack("ErrorReply")} if bodies else {}
-    refusals = {str(status): {"description": code, **content} for code, status in STATUS_OF.items()}
-    success = {"description": "Done", **({"content": answer} if answer else {})}
-    asked = {"requestBody": {"required": True, "content": body}} if body else {}
-    return {"summary": summary, **asked, "responses": {"200": success, **refusals}}
-
-
-def _open(summary: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """A path that needs no token and refuses nothing."""
-    return {
-        "summary": summary,
-        "security": [],
-        "responses": {"200": {"description": "Done", "content": {JSON: {"schema": schema}}}},
-    }
-
-
-def _msgpack(name: str) -> dict[str, Any]:
-    return {MSGPACK: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-
-
-def _json(name: str) -> dict[str, Any]:
-    return {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-
-
-def _job() -> dict[str, Any]:
-    return _parameter("path", "job", JOB_PATTERN, "The job's name")
-
-
-def _release() -> dict[str, Any]:
+def _asked(endpoint: Endpoint) -> dict[str, Any]:
+    """What a method takes beside its path."""
     about = "The caller's protocol, major.minor, and its release; another major version than the server's is refused"
-    return {**_parameter("header", HEADER, HEADER_PATTERN, about), "required": True}
+    release = {**_parameter("header", HEADER, HEADER_PATTERN, about), "required": True}
+    if endpoint.method == "PUT":
+        return {"requestBody": {"required": True, "content": {BYTES: {"schema": {}}}}, "parameters": [release]}
+    if endpoint.method != "POST":
+        return {}
+    key = _parameter("header", "idempotency-key", "^[ -~]{0,64}$", "The same at each repeat of a request")
+    body = {"required": True, "content": _content(MSGPACK, REQUESTS[endpoint.served_by])}
+    return {"operationId": endpoint.served_by, "requestBody": body, "parameters": [key, release]}
+
+
+def _content(media: str, kind: type[msgspec.Struct] | None) -> dict[str, Any]:
+    """What a body holds: a message, bytes, or in JSON an object of no type; empty if there is no body."""
+    if kind is not None:
+        prefix = "Json" if media == JSON else ""
+        return {media: {"schema": {"$ref": f"#/components/schemas/{prefix}{kind.__name__}"}}}
+    return {media: {"schema": {"type": "object"} if media == JSON else {}}} if media else {}
+
+
+def _parameters(path: str) -> dict[str, Any]:
+    """What is in a path."""
+    known = {
+        "{job}": _parameter("path", "job", JOB_PATTERN, "The job's name"),
+        "{hash}": _parameter("path", "hash", BLOB_PATTERN, "The blob's content hash"),
+    }
+    found = [parameter for name, parameter in known.items() if name in path]
+    return {"parameters": found} if found else {}
 
 
 def _parameter(where: str, name: str, pattern: str, about: str) -> dict[str, Any]:

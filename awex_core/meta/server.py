@@ -38,9 +38,10 @@ from awex_core.meta import messages
 from awex_core.meta.job import Job, Jobs, MemoryJobs
 from awex_core.meta.limits import Limits
 from awex_core.meta.messages import TOKEN_REMEDY, ErrorReply, JobList
-from awex_core.meta.openapi import BLOB_PATTERN, JOB_PATTERN, STATUS_OF, describe
+from awex_core.meta.openapi import describe
 from awex_core.meta.release import HEADER, OURS, why_apart
 from awex_core.meta.requests import JOINS, REQUESTS, decode_request
+from awex_core.meta.routes import BLOB_PATTERN, ENDPOINTS, JOB_PATTERN, STATUS_OF, Endpoint
 from awex_core.meta.tls import Tls
 
 DEFAULT_LEASE_S = 10.0
@@ -91,15 +92,20 @@ class _Service:
                 request.cancel()
 
     def routes(self) -> list[Route]:
-        return [
-            Route("/health", _health, methods=["GET"]),
-            Route("/v1/openapi.json", _description, methods=["GET"]),
-            Route("/v1/jobs", self._guarded(self._list), methods=["GET"]),
-            Route("/v1/jobs/{job}", self._guarded(self._status), methods=["GET"]),
-            Route("/v1/jobs/{job}/{request}", self._guarded(self._request), methods=["POST"]),
-            Route("/v1/jobs/{job}/blobs/{hash}", self._guarded(self._put_blob), methods=["PUT"]),
-            Route("/v1/jobs/{job}/blobs/{hash}", self._guarded(self._get_blob), methods=["GET", "HEAD"]),
-        ]
+        return [Route(each.path, self._handler(each), methods=[each.method]) for each in ENDPOINTS]
+
+    def _handler(self, endpoint: Endpoint) -> _Handler:
+        handlers: dict[str, _Handler] = {
+            "health": _health,
+            "description": _description,
+            "jobs": self._list,
+            "status": self._status,
+            "request": self._request,
+            "put_blob": self._put_blob,
+            "get_blob": self._get_blob,
+        }
+        handler = handlers[endpoint.served_by]
+        return handler if endpoint.is_open else self._guarded(handler)
 
     def _guarded(self, handler: _Handler) -> _Handler:
         """Check the token and the job's name first, and turn refusals into replies.
