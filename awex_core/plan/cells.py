@@ -62,6 +62,11 @@ class SourceIndex:
         return _begins([len(layout) for layout in self.layouts])
 
     @functools.cached_property
+    def buffer_first(self) -> IntArray:
+        """How many buffers the ranks before each have, and all have, shape ``[R + 1]``."""
+        return _begins([len(layout.buffers) for layout in self.layouts])
+
+    @functools.cached_property
     def dtype(self) -> IntArray:
         """Dtype code of every shard, rank after rank."""
         return np.concatenate([layout.dtype for layout in self.layouts])

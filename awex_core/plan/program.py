@@ -106,29 +106,29 @@ def lower_copies(table: CopyTable, sources: SourceIndex, src_rank: int) -> CopyP
     a box that needs more than two becomes several descriptors; neighbours that
     continue each other become one.
     """
-    return _lower(table.from_rank(src_rank), sources.layouts, range(src_rank, src_rank + 1))[src_rank]
+    ranks = range(src_rank, src_rank + 1)
+    return _lower(table.from_rank(src_rank), sources.layouts, sources.buffer_first, ranks)[src_rank]
 
 
 def lower_all(table: CopyTable, sources: SourceIndex) -> dict[int, CopyProgram]:
     """``lower_copies`` of every source rank, in one go."""
-    return _lower(table, sources.layouts, range(len(sources.layouts)))
+    return _lower(table, sources.layouts, sources.buffer_first, range(len(sources.layouts)))
 
 
 def lower_held(layout: Layout) -> CopyProgram:
     """One descriptor or more for each shard of a layout, from where it lies to where it lies."""
     rows = np.arange(len(layout), dtype=np.int64)
     table = CopyTable(layout, np.zeros_like(rows), rows, rows, layout.start, layout.extent)
-    return _lower(table, [layout], range(1))[0]
+    return _lower(table, [layout], np.asarray([0, len(layout.buffers)]), range(1))[0]
 
 
-def _lower(table: CopyTable, layouts: Sequence[Layout], ranks: range) -> dict[int, CopyProgram]:
+def _lower(table: CopyTable, layouts: Sequence[Layout], buffer_first: IntArray, ranks: range) -> dict[int, CopyProgram]:
     # Buffers of different ranks have different numbers here, so that nothing is merged over ranks.
-    first = np.cumsum([0, *(len(layout.buffers) for layout in layouts)])
-    source = _gather(table, layouts, first)
+    source = _gather(table, layouts, buffer_first)
     dims = _expand(_fold(_dimensions(table, source)))
     program = _merge_along(_merge_along(_descriptors(dims, table, source), "cols"), "rows")
-    rank = np.searchsorted(first, program.src_buffer, side="right") - 1
-    program = dataclasses.replace(program, src_buffer=program.src_buffer - first[rank])
+    rank = np.searchsorted(buffer_first, program.src_buffer, side="right") - 1
+    program = dataclasses.replace(program, src_buffer=program.src_buffer - buffer_first[rank])
     begin = np.searchsorted(rank, [*ranks, ranks.stop]).tolist()
     return {rank: program.take(slice(*part)) for rank, part in zip(ranks, itertools.pairwise(begin), strict=True)}
 
