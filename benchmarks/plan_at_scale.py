@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of planning once in a fresh process: seconds, and bytes by which it has grown at most."""
+    """Of planning once in a fresh process: seconds of its thread on a core, and bytes by which it has grown at most."""
 
     seconds: float
     resident: int
@@ -107,7 +107,10 @@ def _figures(name: str, what: str, job: Job, goals: _Goals) -> list[Figure]:
     figures = [Figure(f"{name}_wire", job.nbytes / 1e6, goals.wire, "lower", "MB", f"{what}: all that a rank fetches")]
     for who, run in (("reader", _reader), ("first_reader", _first_reader), ("writer", _writer)):
         costs: list[Cost] = [run_alone(run, job) for _ in range(ROUNDS)]
-        seconds, note = min(cost.seconds for cost in costs), f"from what was fetched to programs; best of {ROUNDS}"
+        seconds, note = (
+            min(cost.seconds for cost in costs),
+            f"from what was fetched to programs; seconds on a core, best of {ROUNDS}",
+        )
         memory = max(cost.resident for cost in costs) / MIB
         figures += [
             Figure(f"{name}_{who}", round(seconds, 4), goals.seconds, "lower", "s", note),
@@ -137,20 +140,20 @@ def _first_reader(_peer: Peer, job: Job) -> Cost:
 
 def _writer(_peer: Peer, job: Job) -> Cost:
     cost, writer = _cost(lambda: _write(job))
-    begun = time.perf_counter()
+    begun = time.process_time()
     programs = writer.engine(job, 0)
     assert len(programs) == len(job.workers)
-    return replace(cost, join_s=time.perf_counter() - begun)
+    return replace(cost, join_s=time.process_time() - begun)
 
 
 _T = TypeVar("_T")
 
 
 def _cost(plan: Callable[[], _T]) -> tuple[Cost, _T]:
-    before, begun = resident(), time.perf_counter()
+    before, begun = resident(), time.process_time()
     with watch_peak() as peak:
         planned = plan()
-    return Cost(time.perf_counter() - begun, peak.nbytes - before), planned
+    return Cost(time.process_time() - begun, peak.nbytes - before), planned
 
 
 def _read(job: Job) -> tuple[Manifest, SourceIndex]:
