@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import quote
 
@@ -20,11 +20,14 @@ from awex_core.errors import MetaServerError, Refused, SyncTimeout, Unreachable
 from awex_core.layout import content_hash
 from awex_core.meta.connection import FIRST_BACKOFF_S, REPLY_S, Backoff, Connection
 from awex_core.meta.messages import (
+    MAX_BLOBS,
     Announce,
     AskCatchUp,
+    Blobs,
     EngineOutcome,
     EngineState,
     Get,
+    GetBlobs,
     GetReply,
     GiveUp,
     Heartbeat,
@@ -247,11 +250,30 @@ class MetaClient:
                 if refused.code != "unknown" or time.monotonic() > end:
                     raise
                 time.sleep(FIRST_BACKOFF_S)
+        self._check(name, data)
+        return data
+
+    def get_blobs(self, names: Collection[str]) -> dict[str, bytes]:
+        """Several, in as few requests as their sizes take; raises as ``get_blob``, which asks for what is not there."""
+        found: dict[str, bytes] = {}
+        while missing := [name for name in dict.fromkeys(names) if name not in found]:
+            try:
+                answer = self._post(GetBlobs(names=missing[:MAX_BLOBS]), Blobs).blobs
+            except Refused as refused:
+                if refused.code != "unknown":
+                    raise
+                answer = {}  # a server of a release that has no such request, or that has not heard of this job yet
+            some = {name: answer[name] for name in missing if name in answer}
+            for name, data in some.items():
+                self._check(name, data)
+            found |= some or {missing[0]: self.get_blob(missing[0])}
+        return found
+
+    def _check(self, name: str, data: bytes) -> None:
         if content_hash(data) != name:
             raise MetaServerError(
                 f"blob {name} from meta server {self.address} arrived as {len(data)} bytes of another hash"
             )
-        return data
 
     def _blob(self, name: str) -> str:
         return f"{self._path}/blobs/{name}"

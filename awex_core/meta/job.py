@@ -16,9 +16,12 @@ from awex_core.errors import Refused
 from awex_core.meta.answers import Answers
 from awex_core.meta.limits import Limits, TokenBucket
 from awex_core.meta.machine import Machine
-from awex_core.meta.messages import Get, GetReply, JobStatus, Put, Role, Watch
+from awex_core.meta.messages import Blobs, Get, GetBlobs, GetReply, JobStatus, Put, Role, Watch
 from awex_core.meta.requests import JOINS
 from awex_core.meta.store import JobStore
+
+_ENOUGH_NBYTES = 4 << 20
+"""Of blobs, for one answer: while it is made and sent, nobody else is answered."""
 
 MAX_WAIT_S = 60.0
 """Longest a ``watch`` or ``get`` is held open, in seconds."""
@@ -85,6 +88,8 @@ class Job(ABC):
             return await self._watch(message)
         if isinstance(message, Get):
             return await self._get(message)
+        if isinstance(message, GetBlobs):
+            return await self._get_blobs(message)
         if name in JOINS and not self._joins.take(time.monotonic()):
             limits = self._limits
             raise Refused(
@@ -150,6 +155,15 @@ class Job(ABC):
         await self.current()
         await self._wait(message.key, lambda: value() is not None, message.wait_s)
         return _encode(GetReply(value=value()))
+
+    async def _get_blobs(self, message: GetBlobs) -> bytes:
+        found: dict[str, bytes] = {}
+        for name in message.names:
+            with contextlib.suppress(Refused):  # it is not here; whoever needs it asks for it alone, and waits
+                found[name] = await self.get_blob(name)
+            if sum(map(len, found.values())) >= _ENOUGH_NBYTES:
+                break
+        return _encode(Blobs(blobs=found))
 
     async def _wait(self, audience: Audience, ready: Callable[[], bool], wait_s: float) -> None:
         """Until ``ready`` holds, asked when the audience is woken; or the time is over, or the server stops."""

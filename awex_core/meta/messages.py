@@ -26,6 +26,9 @@ Role = Literal["observer", "writer", "worker", "controller"]
 Lane = Annotated[int, msgspec.Meta(ge=0, lt=LANES)]
 
 
+MAX_BLOBS = 1024
+"""Most blobs that one request asks for."""
+
 RELEASE = "0.1.0"
 """Of this package."""
 
@@ -442,6 +445,18 @@ class Get(_Message, frozen=True):
 
 class GetReply(_Message, frozen=True):
     value: bytes | None
+
+
+class GetBlobs(_Message, frozen=True):
+    """Several blobs in one answer: a rank needs the layouts of hundreds."""
+
+    names: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_BLOBS)]
+
+
+class Blobs(_Message, frozen=True):
+    """Of the blobs that were asked for those that are here, in that order, as many as make one answer."""
+
+    blobs: dict[str, bytes]
 
 
 class Ok(_Message, frozen=True):

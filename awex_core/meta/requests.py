@@ -28,6 +28,7 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "lend": messages.Lend,
     "put": messages.Put,
     "get": messages.Get,
+    "get_blobs": messages.GetBlobs,
 }
 
 REPLIES: dict[str, type[msgspec.Struct]] = {
@@ -37,6 +38,7 @@ REPLIES: dict[str, type[msgspec.Struct]] = {
     "heartbeat": messages.HeartbeatReply,
     "watch": messages.JobView,
     "get": messages.GetReply,
+    "get_blobs": messages.Blobs,
 }
 
 JOINS = frozenset({"join_writer", "join_worker", "join_controller"})

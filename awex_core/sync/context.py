@@ -34,11 +34,18 @@ class LayoutCache:
             self._layouts[name] = decode_layout(self._client.get_blob(name), self.manifest)
         return self._layouts[name]
 
+    def get_all(self, names: Sequence[str]) -> list[Layout]:
+        """The layouts with these hashes; those that are new are fetched together."""
+        new = {name for name in names if name not in self._layouts}
+        for name, data in self._client.get_blobs(new).items():
+            self._layouts[name] = decode_layout(data, self.manifest)
+        return [self._layouts[name] for name in names]
+
     def sources(self, names: Sequence[str]) -> SourceIndex:
         """The index of these layouts, in the order of their ranks; kept until it is asked for others."""
         kept = self._sources  # another thread may replace it
         if kept is None or kept[0] != [*names]:
-            kept = self._sources = [*names], index_sources([self.get(name) for name in names])
+            kept = self._sources = [*names], index_sources(self.get_all(names))
         return kept[1]
 
 

@@ -153,7 +153,7 @@ class Preparation:
         """Raise ``PlanError`` when the engine has no place for some of it. One worker looks at all: the first."""
         traced, info = self.traced, self._member.info
         if info.rank == 0 and traced is not None:
-            layouts = [self._layouts.get(worker.layout) for worker in engine.workers]
+            layouts = self._layouts.get_all([worker.layout for worker in engine.workers])
             ignored = [name for each in traced.ignored for name in each.names]
             check_complete(sources, layouts, info.engine, ignored)
 

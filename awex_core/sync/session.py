@@ -150,7 +150,7 @@ class WriterSession:
             SyncTimeout: a worker did not answer in time; named.
         """
         workers = members.workers
-        layouts = [context.layouts.get(worker.layout) for worker in workers]
+        layouts = context.layouts.get_all([worker.layout for worker in workers])
         tables = {
             worker.rank: plan_for_worker(members.sources, layout, worker, members.writers, rank)
             for worker, layout in zip(workers, layouts, strict=True)

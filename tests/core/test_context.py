@@ -37,8 +37,11 @@ class Blobs:
         return content_hash(data)
 
     def get_blob(self, name: str) -> bytes:
-        self.asked[name] += 1
-        return self.kept[name]
+        return self.get_blobs({name})[name]
+
+    def get_blobs(self, names: set[str]) -> dict[str, bytes]:
+        self.asked.update(names)
+        return {name: self.kept[name] for name in names}
 
 
 def whole(tensor: CanonicalTensor) -> Layout:

@@ -232,7 +232,7 @@ def test_values_of_sessions(kind: Any, valid: bytes, data: st.DataObject) -> Non
 
 def _eventful() -> bytes:
     machine = Machine.begin("j", Begin(10.0, Limits()), 0.0)
-    for request in (one for one in REQUESTS if not isinstance(one, m.Watch | m.Get)):
+    for request in (one for one in REQUESTS if not isinstance(one, m.Watch | m.Get | m.GetBlobs)):
         machine.apply(Entry(name_of(request), msgspec.msgpack.encode(request), "k"), 1.0)
     return machine.saved()
 
@@ -382,6 +382,7 @@ REQUESTS: list[msgspec.Struct] = [
     m.Lend(incarnation="w", target="e", info=WRITER),
     m.Put(key="k", value=b"v", ttl_s=9),
     m.Get(key="k", wait_s=0),
+    m.GetBlobs(names=["0" * 32]),
     m.Heartbeat(incarnations=["w"]),
     m.Watch(since=0, wait_s=0),
     m.Leave(incarnation="w"),

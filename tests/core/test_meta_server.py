@@ -22,10 +22,13 @@ import pytest
 from awex_core import cli
 from awex_core.errors import ConfigError, Fenced, MetaServerError, Refused, SyncTimeout, Unauthorized, Unreachable
 from awex_core.layout import content_hash
+from awex_core.meta import client as client_module
+from awex_core.meta import job
 from awex_core.meta import messages as m
 from awex_core.meta.leases import LeaseKeeper
 from awex_core.meta.limits import Limits
 from awex_core.meta.release import HEADER, OURS
+from awex_core.meta.requests import REQUESTS
 from awex_core.meta.server import MetaServer
 from awex_core.version import Version
 from tests.support.meta.any_client import AnyClient
@@ -332,6 +335,61 @@ def test_a_layout_may_be_put_before_anyone_has_joined(client):
     assert name == content_hash(b"layout")
     assert client.put_blob(b"layout") == name
     assert client.get_blob(name) == b"layout"
+
+
+def test_many_blobs_come_in_as_few_answers_as_their_sizes_take(client, monkeypatch):
+    asked = []
+    post = client._post
+
+    def counted(message, *given, **more):
+        asked.append(len(message.names))
+        return post(message, *given, **more)
+
+    contents = [f"layout {number}".encode() * 100 for number in range(10)]
+    names = [client.put_blob(data) for data in contents]
+    wanted = dict(zip(names, contents, strict=True))
+    monkeypatch.setattr(client, "_post", counted)
+    assert client.get_blobs(names + names) == wanted and asked == [10]
+    asked.clear()
+    monkeypatch.setattr(job, "_ENOUGH_NBYTES", 3 * len(contents[0]))
+    assert client.get_blobs(names) == wanted and asked == [10, 7, 4, 1]
+    asked.clear()
+    monkeypatch.setattr(client_module, "MAX_BLOBS", 6)
+    assert client.get_blobs(names) == wanted and asked == [6, 6, 4, 1]
+    assert client.get_blobs([]) == {}
+
+
+def test_of_many_blobs_one_that_comes_late_is_waited_for(client):
+    late = content_hash(b"late")
+    there = client.put_blob(b"there")
+    thread, results = in_thread(lambda: client.get_blobs([late, there]))
+    time.sleep(0.2)
+    client.put_blob(b"late")
+    thread.join(10)
+    assert results == [{there: b"there", late: b"late"}]
+
+
+def test_a_server_without_the_request_for_many_blobs_is_asked_for_each(client, monkeypatch):
+    """One of an older release."""
+    names = [client.put_blob(data) for data in (b"one", b"two")]
+    monkeypatch.delitem(REQUESTS, "get_blobs")
+    assert client.get_blobs(names) == {names[0]: b"one", names[1]: b"two"}
+
+
+def test_many_blobs_are_checked_against_their_names(client, monkeypatch):
+    name = client.put_blob(b"layout")
+    monkeypatch.setattr(job.MemoryJob, "get_blob", answers(b"something else"))
+    with pytest.raises(MetaServerError, match="of another hash"):
+        client.get_blobs([name])
+
+
+def answers(data):
+    """A coroutine function that gives this, whatever it is asked."""
+
+    async def answer(*_):
+        return data
+
+    return answer
 
 
 def test_an_unknown_blob_is_named(client):
