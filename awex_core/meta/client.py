@@ -422,10 +422,17 @@ class ControllerClient(MetaClient):
         version: Version = INITIAL,
         reason: str = "",
         instance: str = "",
+        hearsay: bool = False,
     ) -> JoinReply:
         """Stand for election as ``engine``'s controller; one that is not elected calls again to stand by."""
         message = JoinController(
-            engine=engine, process=process, state=state, version=version, reason=reason, instance=instance
+            engine=engine,
+            process=process,
+            state=state,
+            version=version,
+            reason=reason,
+            instance=instance,
+            hearsay=hearsay,
         )
         return self._post(message, JoinReply)
 

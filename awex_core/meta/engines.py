@@ -30,6 +30,10 @@ class Engine:
     said: EngineState = "ready"
     version: Version = INITIAL
     said_reason: str = ""
+    inherited: bool = False
+    """Whether that is still the word of a controller before the elected one."""
+    hearsay_since: float | None = None
+    """When somebody first joined who knows it from hearsay, before it had a controller."""
     generation: int = 1
 
     @property
@@ -64,12 +68,29 @@ class Engine:
         """Why some worker does not hold what its engine committed; empty where all do."""
         return self.why("lost") or self.why("foreign") or self.why("released")
 
-    def controlled_before_by_another_process_of(self, message: JoinController) -> bool:
-        """Whether the caller takes over an engine that goes on, instead of starting one under an old name."""
+    def inherited_by(self, message: JoinController) -> bool:
+        """Whether the caller takes over an engine that goes on, instead of starting one under an old name.
+
+        One that joins once more does so still if it has said nothing of its own: what it would say is hearsay.
+        """
         old = self.controller
-        if old is None or old.incarnation == message.process.incarnation:
-            return False
+        if old is None:
+            return message.hearsay
+        if old.incarnation == message.process.incarnation:
+            return self.inherited
         return bool(message.instance) and old.info.instance == message.instance
+
+    def waits_for_its_controller(self, message: JoinController, lease_s: float, now: float) -> bool:
+        """Whether a process that knows the engine from another one's word is not elected yet.
+
+        After a restart of this server, who has controlled the engine has a lease to come back. From then on nobody
+        knows at what point of an update it has fallen silent, if at any.
+        """
+        if self.controller is not None or not message.hearsay:
+            return False
+        if self.hearsay_since is None:
+            self.hearsay_since = now
+        return now < self.hearsay_since + lease_s
 
     def dropped_at(self, lease_s: float) -> float:
         """When this engine is forgotten: infinity while any of its members is there."""
@@ -97,6 +118,7 @@ class Engine:
             said=self.said,
             gone_s=max(gone, default=0.0),
             parked=self.why("released"),
+            inherited=self.inherited,
         )
 
 
@@ -112,6 +134,8 @@ class SavedEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     version: Version
     said_reason: str
     generation: int
+    inherited: bool = False
+    hearsay_since: float | None = None
 
 
 class Engines:
@@ -170,8 +194,8 @@ class Engines:
     def set_state(self, engine: Engine, state: EngineState, version: Version, reason: str) -> None:
         """Keep a controller's word on its engine."""
         reason = reason[:MAX_REASON]
-        if (engine.said, engine.version, engine.said_reason) != (state, version, reason):
-            engine.said, engine.version, engine.said_reason = state, version, reason
+        if engine.inherited or (engine.said, engine.version, engine.said_reason) != (state, version, reason):
+            engine.said, engine.version, engine.said_reason, engine.inherited = state, version, reason, False
             self._revision.advance(of_engine(engine.name), STATES)
 
     def drop_gone(self, now: float) -> None:
@@ -201,6 +225,8 @@ class Engines:
                 version=engine.version,
                 said_reason=engine.said_reason,
                 generation=engine.generation,
+                inherited=engine.inherited,
+                hearsay_since=engine.hearsay_since,
             )
             for engine in self.by_name.values()
         ]
@@ -218,6 +244,8 @@ class Engines:
                 version=one.version,
                 said_reason=one.said_reason,
                 generation=one.generation,
+                inherited=one.inherited,
+                hearsay_since=one.hearsay_since,
             )
 
     def _remove(self, engine: Engine, member: Member[WorkerInfo], by: WorkerInfo) -> str:

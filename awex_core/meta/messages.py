@@ -32,7 +32,7 @@ MAX_BLOBS = 1024
 RELEASE = "0.1.0"
 """Of this package."""
 
-PROTOCOL = (1, 1)
+PROTOCOL = (1, 2)
 """The major and the minor version of all that is said here, which every message's header carries (``release``).
 
 A field or request that others can do without raises the minor version: it has a default, and who does not know it
@@ -140,6 +140,8 @@ class EngineView(_Message, frozen=True):
     """How long some member of it has been gone; 0 while all are there."""
     parked: str = ""
     """Why no version can be received at present (its weights are not in memory); it waits until they are."""
+    inherited: bool = False
+    """Whether ``said`` and ``version`` are still the word of a controller before the elected one."""
 
 
 class Resend(_Message, frozen=True):
@@ -273,6 +275,8 @@ class JoinController(_Message, frozen=True):
     version: Version = INITIAL
     reason: str = ""
     instance: str = ""
+    hearsay: bool = False
+    """Whether that is what another process has said of the engine, which this one has not controlled since."""
 
 
 class JoinReply(_Message, frozen=True):

@@ -220,10 +220,15 @@ class JobStore:
         engine = self._engines.named(message.engine)
         if engine.elected and engine.elected.incarnation != message.process.incarnation:
             return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch, elected=False)
-        inherits = engine.controlled_before_by_another_process_of(message)
+        if engine.waits_for_its_controller(message, self.lease_s, now):
+            return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch, elected=False)
+        inherits, known = engine.inherited_by(message), engine.controller is not None
         self._engines.elect(engine, message, now)
         if not inherits:
             self._set_state(engine, message.state, message.version, message.reason)
+        elif not known:
+            self._set_state(engine, "updating", message.version, "")
+        engine.inherited = inherits
         return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch, inherits=inherits)
 
     def heartbeat(self, message: Heartbeat, now: float) -> HeartbeatReply:

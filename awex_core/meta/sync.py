@@ -154,11 +154,13 @@ class Sync:
                 reason = f"it refuses the trainer's model: {engine.reason}"
                 self.parts[name] = EngineSync(outcome="failed", generation=engine.generation, reason=reason)
             elif engine.live:
-                wanted = bool(self.only) and not self.whole_because
-                partial = wanted and engine.state == "ready" and engine.version == self.base
+                partial = bool(self.only) and not self.whole_because and self._holds_base(engine)
                 self.parts[name] = EngineSync(outcome="pending", generation=engine.generation, partial=partial)
         self._end_if_done()
         self.leave_parked()
+
+    def _holds_base(self, engine: Engine) -> bool:
+        return engine.state == "ready" and engine.version == self.base
 
     def leave_parked(self) -> None:
         """End it for engines whose weights are not in memory, when as many have committed as the trainer asked for."""

@@ -18,6 +18,8 @@ class Base:
 
     version: Version = INITIAL
     why: str = ""
+    call: int = -1
+    """The number of the call that says so."""
 
 
 def writes(view: JobView, incarnation: str) -> bool:
@@ -60,8 +62,13 @@ def announced(view: JobView, incarnation: str, number: int) -> SyncView | None:
 def next_base(sync: SyncView) -> Base:
     """What the version after this one builds on."""
     if any(engine.outcome == "committed" for engine in sync.engines.values()):
-        return Base(sync.version)
-    return Base(why=f"no engine has committed version {sync.version}")
+        return Base(sync.version, call=sync.version.number)
+    return Base(why=f"no engine has committed version {sync.version}", call=sync.version.number)
+
+
+def later(known: Base, said: Base) -> Base:
+    """The word of the later call: one that was published without blocking may end after the next one has failed."""
+    return said if said.call >= known.call else known
 
 
 def engine_to_serve(view: JobView, engine: str, version: Version) -> tuple[EngineView | None] | None:

@@ -24,7 +24,7 @@ from awex_core.meta.client import WriterClient
 from awex_core.meta.messages import JobView, SyncView
 from awex_core.modes import VerifyMode, mode_of_version
 from awex_core.plan import check_patterns
-from awex_core.protocol.publishing import Base, SnapshotStep, before_snapshot, next_base, sync_of
+from awex_core.protocol.publishing import Base, SnapshotStep, before_snapshot, later, next_base, sync_of
 from awex_core.settings.config import SyncConfig
 from awex_core.settings.convert import convert
 from awex_core.sync.alone import Alone
@@ -237,7 +237,7 @@ class WeightWriter:
         self._member.report(self._weights.offer)
         self._weights.refresh()
         self._values.before(call.number, self.layout, self.memory, patterns)
-        base, self._base = self._base, Base(why=f"the call for version {call.number} has not ended")
+        base, self._base = self._base, Base(why=f"the call for version {call.number} has not ended", call=call.number)
         self._weights.offer.exports.hold(call.number)
         try:
             self._announcing.announce(call.announcement(patterns, base, self.config.verify_full_every))
@@ -259,7 +259,7 @@ class WeightWriter:
                 with self._values.beside(sync.version, self.layout, self.memory, sync.only):
                     view = self._serve(view, sync)
             sync = sync_of(view, number)
-            self._base = next_base(sync)
+            self._base = later(self._base, next_base(sync))
             if self.rank == 0:
                 self._alone.look(view, sync)
             return self._result(sync, call)
@@ -274,7 +274,8 @@ class WeightWriter:
     def _break_off(self, number: int, error: BaseException) -> None:
         """What the caller has changed for this version may have reached nobody: the next one builds on nothing."""
         said = f": {first_line(error)}" if str(error) else ""
-        self._base = Base(why=f"the call for version {number} ended with {type(error).__name__}{said}")
+        why = f"the call for version {number} ended with {type(error).__name__}{said}"
+        self._base = later(self._base, Base(why=why, call=number))
 
     def _let_go(self) -> None:
         """However the version ended: a reader that still pulls learns that the weights may change."""

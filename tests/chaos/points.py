@@ -66,11 +66,11 @@ def _shift_clock(seconds: float) -> None:
 def install() -> None:
     """Wrap what the product calls at each point, in whatever process this is."""
     from awex_core.meta import client, connection, store
-    from awex_core.sync import controller, reader, serving, session, verification, writer
+    from awex_core.sync import bounded_host, engine_update, reader, serving, session, verification, writer
     from awex_core.transfer import shm, shm_staged
 
     shm._CALL_BYTES = CALL_NBYTES
-    writer._GRACE_S, controller._GRACE_S, client.REPLY_S = WRITER_GRACE_S, CONTROLLER_GRACE_S, REPLY_S
+    writer._GRACE_S, bounded_host.GRACE_S, client.REPLY_S = WRITER_GRACE_S, CONTROLLER_GRACE_S, REPLY_S
     connection.REPLY_S = REPLY_S
     _before(client.WriterClient, "join_writer", lambda _, info: reach("trainer", "", info.rank, "join"))
     _before(client.WorkerClient, "join_worker", lambda _, info, **more: reach("worker", info.engine, info.rank, "join"))
@@ -81,15 +81,16 @@ def install() -> None:
     )
     _before(session.WriterSession, "open", lambda members, rank, *rest: reach("trainer", "", rank, "plan"))
     _before(session.ReaderSession, "open", lambda members, worker, *rest: _of_worker(worker, "plan"))
-    _before(controller.EngineController, "_connect", lambda self, *rest: _of_controller(self, "plan"))
+    updates, hosts = engine_update.EngineUpdate, bounded_host.BoundedHost
+    _before(updates, "_connect", lambda self, *rest: _of_controller(self._me.engine, "plan"))
     _before(session.ReaderSession, "receive", _watch_progress)
     _replace_reason(shm)
     _before(shm_staged.Ring, "create", lambda *rest: reach("trainer", "", 0, "staging"))
     _before(verification.Verification, "verify", lambda self, *rest: _of_worker(self.member.info, "verify"))
     _before(serving.ServedVersion, "_digests_for", lambda self, *rest: reach("trainer", "", self.rank, "verify"))
     _before(reader.WeightReader, "_report", lambda self, *rest: _of_worker(self._member.info, "commit"))
-    _before(controller.EngineController, "_commit", lambda self, *rest: _of_controller(self, "commit"))
-    _before(controller.EngineController, "_resume", lambda self: _of_controller(self, "resume"))
+    _before(updates, "_commit", lambda self, *rest: _of_controller(self._me.engine, "commit"))
+    _before(hosts, "resume", lambda self: _of_controller(self._engine, "resume"))
     _before(store.JobStore, "join_writer", lambda *rest: reach("meta", "", 0, "join"))
     _before(store.JobStore, "join_worker", lambda *rest: reach("meta", "", 0, "join"))
     _before(store.JobStore, "join_controller", lambda *rest: reach("meta", "", 0, "join"))
@@ -118,8 +119,8 @@ def _of_worker(info: Any, point: str) -> None:
     reach("worker", info.engine, info.rank, point)
 
 
-def _of_controller(controller: Any, point: str) -> None:
-    reach("controller", controller.engine, 0, point)
+def _of_controller(engine: str, point: str) -> None:
+    reach("controller", engine, 0, point)
 
 
 def _watch_progress(session: Any, memory: Any, progress: Any, deadline: Any, only: Any = ()) -> None:

@@ -83,7 +83,7 @@ def test_the_second_controller_stands_by_quietly_and_takes_over(server, caplog, 
             first = await end_of_first.enter_async_context(control(server))
             async with control(server) as second:
                 assert (first.elected, second.elected) == (True, False)
-                await first._set_state("torn", "half written")
+                await first._words.set_state("torn", "half written")
                 await until(lambda: second.state == "torn", 10)
                 await asyncio.sleep(2 * LEASE)
                 assert (first.elected, second.elected) == (True, False)
@@ -93,9 +93,9 @@ def test_the_second_controller_stands_by_quietly_and_takes_over(server, caplog, 
                     first._leases.close()
                 else:
                     await end_of_first.aclose()
-                await until(lambda: second.elected and second._took_over, within_s)
+                await until(lambda: second.elected and second._me.succeeds, within_s)
                 view = engine_seen_by(second)
-                assert view.controller == second._process.incarnation
+                assert view.controller == second._me.incarnation
                 assert (view.state, view.reason, view.generation) == ("torn", "half written", generation + 1)
 
     with caplog.at_level(logging.INFO, logger="awex_core"):
@@ -114,11 +114,11 @@ def test_an_engine_whose_controller_fell_silent_between_two_versions_is_resumed(
 
     async def scenario() -> None:
         async with control(server) as first, control(server) as second:
-            first.version = Version(1, 3)
-            await first._set_state("ready", "")
+            first._me.version = Version(1, 3)
+            await first._words.set_state("ready", "")
             silence(first)
-            await until(lambda: second.elected and second._host.events, 30)
-            assert set(second._host.events) == {"show 1.3", "resume"}
+            await until(lambda: second.elected and second._tasks._host._host.events, 30)
+            assert set(second._tasks._host._host.events) == {"show 1.3", "resume"}
             assert (second.state, second.version) == ("ready", Version(1, 3))
 
     asyncio.run(scenario())
@@ -129,14 +129,14 @@ def test_an_engine_whose_controller_fell_silent_during_an_update_is_torn(server)
 
     async def scenario() -> None:
         async with control(server) as first, control(server) as second:
-            await first._report_state("updating", "")
-            first.state = "updating"
+            await first._words.report_state("updating", "")
+            first._me.state = "updating"
             silence(first)
             await until(lambda: second.state == "torn", 30)
-            await until(lambda: second.elected and "fail" in second._host.events, 30)
+            await until(lambda: second.elected and "fail" in second._tasks._host._host.events, 30)
             view = engine_seen_by(second)
             assert view.state == "torn" and "fell silent during an update" in view.reason
-            assert "resume" not in str(second._host.events)
+            assert "resume" not in str(second._tasks._host._host.events)
             assert "incomplete" in second.why_closed()
 
     asyncio.run(scenario())
@@ -147,15 +147,15 @@ def test_an_engine_that_is_started_again_under_its_name_is_not_what_it_was(serve
 
     async def scenario() -> None:
         async with control(server, "first start") as first, control(server, "second start") as second:
-            first.version = Version(1, 3)
-            await first._set_state("torn", "half written")
+            first._me.version = Version(1, 3)
+            await first._words.set_state("torn", "half written")
             await asyncio.sleep(LEASE)
             assert (second.state, second.version, second.elected) == ("ready", Version(0, 0), False)
             silence(first)
             await until(lambda: second.elected, 30)
             await until(lambda: engine_seen_by(second).version == Version(0, 0), 30)
             view = engine_seen_by(second)
-            assert (view.state, view.instance) == ("ready", "second start") and second._host.events == []
+            assert (view.state, view.instance) == ("ready", "second start") and second._tasks._host._host.events == []
 
     asyncio.run(scenario())
 
@@ -171,10 +171,10 @@ def test_a_controller_that_sees_itself_elected_acts_on_it(server):
             await second.start()
             second._leases.close()
             await end_of_first.aclose()
-            second._client.join_controller("e", second._process)
-            await second._step(second._client.watch())
+            second._client.join_controller("e", second._words.process)
+            await second._act(second._client.watch())
             second.close()
-            assert (second.elected, second._host.prepared) == (True, 1)
+            assert (second.elected, second._tasks._host._host.prepared) == (True, 1)
 
     asyncio.run(scenario())
 
@@ -183,12 +183,12 @@ def test_a_controller_that_was_replaced_stands_by_and_follows(server, caplog):
     async def scenario() -> None:
         async with control(server) as first, control(server) as second:
             # As if its process had been stopped for longer than a lease.
-            first._leases.remove(first._process.incarnation)
+            first._leases.remove(first._me.incarnation)
             await until(lambda: second.elected, 30)
-            first._leases.add(first._process.incarnation)
+            first._leases.add(first._me.incarnation)
             await until(lambda: not first.elected, 30)
-            second.version = Version(1, 4)
-            await second._set_state("ready", "")
+            second._me.version = Version(1, 4)
+            await second._words.set_state("ready", "")
             await until(lambda: first.version == Version(1, 4), 30)
             await asyncio.sleep(LEASE)
             assert (first.elected, second.elected) == (False, True)
@@ -203,7 +203,7 @@ def test_a_controller_that_was_replaced_stands_by_and_follows(server, caplog):
 def test_a_word_of_the_controller_that_arrives_late_is_put_right(server):
     async def scenario() -> None:
         async with control(server) as controller:
-            incarnation = controller._process.incarnation
+            incarnation = controller._me.incarnation
             controller._client.set_engine_state(incarnation, "torn", Version(0, 0), reason="repaired long ago")
             await until(lambda: engine_seen_by(controller).state == "ready", 30)
             assert engine_seen_by(controller).reason == ""

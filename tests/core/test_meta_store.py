@@ -333,6 +333,40 @@ def test_the_first_controller_wins_and_the_next_one_takes_over():
     assert store.join_controller(controller(life=1), 11).elected
 
 
+def test_who_takes_over_inherits_the_last_word_until_it_says_one_of_its_own():
+    """Also when its join comes twice: what it would say is older than what the one before it has said."""
+    store = new_store()
+    store.join_worker(worker(), 0)
+    store.join_controller(controller(instance="i"), 0)
+    store.set_engine_state(m.SetEngineState(incarnation="e-c1", state="updating", version=FIRST), 0)
+    beat(store, 9, "e-0-1")
+    for now in (11, 12):
+        assert store.join_controller(controller(life=2, instance="i"), now).inherits
+        view = store.view(now).engines["e"]
+        assert (view.said, view.version, view.inherited) == ("updating", FIRST, True)
+    store.set_engine_state(m.SetEngineState(incarnation="e-c2", state="torn", version=FIRST), 12)
+    assert not store.view(12).engines["e"].inherited
+    assert not store.join_controller(controller(life=2, instance="i", state="torn"), 12).inherits
+
+
+def test_after_a_restart_an_engines_controller_comes_before_those_who_know_it_from_hearsay():
+    store = new_store()
+    store.join_worker(worker(), 0)
+    assert not store.join_controller(controller(life=2, instance="i", hearsay=True), 0).elected
+    reply = store.join_controller(controller(instance="i", version=FIRST), 3)
+    assert reply.elected and not reply.inherits and store.view(3).engines["e"].version == FIRST
+
+
+def test_if_it_does_not_come_back_nobody_knows_what_it_was_at():
+    store = new_store()
+    store.join_worker(worker(), 0)
+    assert not store.join_controller(controller(life=2, instance="i", hearsay=True), 0).elected
+    beat(store, 9, "e-0-1")
+    assert store.join_controller(controller(life=2, instance="i", hearsay=True), 10).inherits
+    view = store.view(10).engines["e"]
+    assert (view.said, view.inherited) == ("updating", True)
+
+
 def test_a_controller_states_its_engine():
     store = ready_store()
     state = m.SetEngineState(incarnation="e-c1", state="torn", version=Version(1, 0), reason="half written")

@@ -107,6 +107,23 @@ def test_after_a_failure_that_is_raised_by_the_next_call(engine: FakeEngine, tra
     check_partial(engine, trainer, 5)
 
 
+def test_after_a_call_that_fails_while_the_version_before_it_is_on_its_way(
+    config: SyncConfig, loop: Loop, engine: FakeEngine, trainer: Trainer
+) -> None:
+    """That one is committed later than the call fails, and must not be taken for what the trainer has now."""
+    gate = Gate(engine, "pause")
+    pending = publish_and_go_on(trainer, 2, verify="off")
+    assert gate.reached.wait(30)
+    change(trainer, GATE)
+    assert all(isinstance(error, ConfigError) for error in raised(trainer.start(3, only=["no such tensor"])))
+    gate.open(loop)
+    assert [version.result().committed for version in pending] == [("e",)] * 2
+    change(trainer, NORM)
+    result = publish(trainer, 4, only=[NORM], verify="off")
+    check_whole(engine, trainer, result, "the call for version 3 ended with ConfigError")
+    check_partial(engine, trainer, 5)
+
+
 def test_a_version_that_too_few_engines_committed_is_still_a_base(engine: FakeEngine, trainer: Trainer) -> None:
     """Every rank knows its outcome; engines that do not serve it are sent everything anyway."""
     assert all(isinstance(error, SyncFailed) for error in raised(trainer.start(2, quorum=2)))
@@ -168,7 +185,7 @@ def test_a_replaced_version_is_no_base(config: SyncConfig, loop: Loop, make_trai
     engine = loop.engine("e", 2, config)
     trainer = make_trainer(config=config)
     trainer.write(1)
-    gate = Gate(engine.controller, "_update")
+    gate = Gate(engine.controller._update, "take")
     change(trainer, GATE)
     first = publish_and_go_on(trainer, 2, only=[GATE], verify="off")
     assert gate.reached.wait(30)

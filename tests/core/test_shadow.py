@@ -5,6 +5,7 @@ The parts are those of ``test_sync``: the fake engine, a real meta server, real 
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -142,7 +143,7 @@ def test_versions_arrive_before_the_pause(
             assert figures["receive_s"] > 0 and figures["swap_s"] > 0
     eventually(lambda: engines[0].events[-2:] == ["show 1.2", "resume"])
     assert engines[0].events[-6:] == ["connect 1.2", "prefetch", "pause", "receive", "show 1.2", "resume"]
-    assert engines[0].controller.last_sync.keys() >= {"receive_s", "pause_s"}
+    assert engines[0].controller.status()["last_sync"].keys() >= {"receive_s", "pause_s"}
     assert engines[0].controller.status()["receive"] == "shadow"
 
 
@@ -205,7 +206,7 @@ def test_where_nobody_prefetches_the_version_arrives_during_the_pause(
     """As without a controller (vLLM's offline ``LLM``), and with one that has other settings than its workers."""
     engine = loop.engine("e", 1, config)
     trainer = make_trainer()
-    engine.controller.config = replace(config, receive="in_place")
+    engine.controller._update._shadow = False
     trainer.write(1)
     assert holds(engine, trainer.weights) and "prefetch" not in engine.events
 
@@ -391,7 +392,7 @@ def test_a_version_that_ends_during_the_pause_leaves_the_old_one(
 
     async def pause_too_long() -> None:
         await pause()
-        await engine.controller._call(lambda: over.wait(30))
+        await asyncio.to_thread(over.wait, 30)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "pause", pause_too_long)

@@ -26,7 +26,7 @@ from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
 from awex_core.plan import CopyTable
 from awex_core.settings.config import SyncConfig
-from awex_core.sync import controller as controller_module
+from awex_core.sync import bounded_host
 from awex_core.sync import session as session_module
 from awex_core.sync import writer as writer_module
 from awex_core.sync.controller import EngineController
@@ -745,7 +745,7 @@ def test_an_engine_without_checkpoint_weights_cannot_be_the_source(
     )
     trainer = make_trainer(config=config)
     trainer.write(1)
-    with caplog.at_level("INFO", logger="awex_core.sync.controller"):
+    with caplog.at_level("INFO", logger="awex_core.sync"):
         late = loop.engine("late", 1, config)
         eventually(lambda: "engine packed has no checkpoint weights of layers.0.experts" in caplog.text)
     assert newest(late) == INITIAL
@@ -1134,9 +1134,9 @@ def test_layouts_survive_a_meta_server_that_restarts_between_them_and_the_join(
 @pytest.fixture
 def short_graces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a meta server that has gone waits for its own limit and little more."""
-    for module in (writer_module, controller_module):
-        assert module._GRACE_S >= 10
-        monkeypatch.setattr(module, "_GRACE_S", 2.0)
+    for module, name in ((writer_module, "_GRACE_S"), (bounded_host, "GRACE_S")):
+        assert getattr(module, name) >= 10
+        monkeypatch.setattr(module, name, 2.0)
 
 
 @pytest.mark.usefixtures("short_graces")
@@ -1220,7 +1220,7 @@ def test_an_engine_whose_controller_is_stopped_during_an_update_is_taken_over(
     """The other one finds whether weights may be mixed; the one that was stopped leaves the engine alone after that."""
     engine = loop.engine("e", 2, config)
     first = engine.controller
-    second = EngineController(engine, engine="e", config=config, instance=first._instance)
+    second = EngineController(engine, engine="e", config=config, instance=first.instance)
     loop.run(second.start())
     task = loop.start(second.run())
     trainer = make_trainer()
@@ -1233,7 +1233,7 @@ def test_an_engine_whose_controller_is_stopped_during_an_update_is_taken_over(
         first._leases.close()  # as SIGSTOP would
         with pytest.raises(SyncFailed, match="stopped answering"):
             calls[0].result(60)
-        eventually(lambda: second.elected and second._took_over and second.state == left)
+        eventually(lambda: second.elected and second._me.succeeds and second.state == left)
         engine.events.clear()
         gate.open(loop)
         eventually(lambda: not first.elected)
@@ -1302,7 +1302,7 @@ def test_an_unread_version_is_replaced_if_so_configured(
 ) -> None:
     config = replace(config, snapshot="replace")
     engine = loop.engine("e", 2, config)
-    gate = Gate(engine, "pause") if begun else Gate(engine.controller, "_update")
+    gate = Gate(engine, "pause") if begun else Gate(engine.controller._update, "take")
     trainer = make_trainer(config=config)
     first = publish_and_go_on(trainer, 1)
     assert gate.reached.wait(30)

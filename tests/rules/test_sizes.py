@@ -22,9 +22,6 @@ MAX_POSITIONAL = 9
 MEDIAN_LINES, LONG_LINES, SHARE_NOT_LONG = 6, 18, 0.9
 """Of functions, from ``def`` to the last line, docstring included: most say more in it than in their code."""
 
-WAITED_FOR = {"EngineController"}
-"""Classes that are being cut; none may be added."""
-
 NETWORK_MODULES = {"dist", "httpx", "socket"}
 CONNECTS_TO_NOTHING = {"httpx.AsyncClient", "httpx.Client", "httpx.Limits", "httpx.Timeout"}
 CLIENTS = {"client", "_client", "http", "_http"}
@@ -105,22 +102,9 @@ def test_a_large_class_says_why() -> None:
     large = {
         where: why_large(node)
         for where, node in every(ast.ClassDef)
-        if isinstance(node, ast.ClassDef)
-        and REASON not in (ast.get_docstring(node) or "")
-        and node.name not in WAITED_FOR
-        and why_large(node)
+        if isinstance(node, ast.ClassDef) and REASON not in (ast.get_docstring(node) or "") and why_large(node)
     }
     assert not large, f"cut these, or say in the docstring why not, with a sentence that begins {REASON!r}: {large}"
-
-
-def test_nothing_that_is_done_is_waited_for() -> None:
-    """Who has cut a class takes it from the list."""
-    waiting = {
-        node.name
-        for _, node in every(ast.ClassDef)
-        if isinstance(node, ast.ClassDef) and (why_large(node) or list(network_calls(node, "__init__", set())))
-    }
-    assert not WAITED_FOR - waiting, f"these are small by now: take them from WAITED_FOR: {WAITED_FOR - waiting}"
 
 
 def test_no_function_has_ten_positional_parameters() -> None:
@@ -157,7 +141,7 @@ def test_no_constructor_waits_for_the_network() -> None:
         for path, tree in trees()
         if path.parent in rooms
         for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and node.name not in WAITED_FOR
+        if isinstance(node, ast.ClassDef)
         if (calls := list(network_calls(node, "__init__", set())))
     }
     assert not waiting, f"a constructor assigns; reach the network in a named constructor or in start(): {waiting}"

@@ -1,0 +1,116 @@
+"""What a controller and the meta server say to each other of one engine, without holding up the engine's requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from awex_core.errors import AwexError, Fenced, TransferError
+from awex_core.meta.client import ControllerClient
+from awex_core.meta.messages import EngineOutcome, EngineState, JobView, Process, SyncView
+from awex_core.modes import VerifyMode
+from awex_core.protocol.controlling import Role, Standing, catch_up_opened, is_hearsay, role_after_joining
+from awex_core.protocol.updating import step_done, why_failed
+from awex_core.settings.config import SyncConfig
+from awex_core.sync.process import this_process
+from awex_core.version import Version
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class ControlWords:
+    """Of one controller."""
+
+    def __init__(self, me: Standing, client: ControllerClient, config: SyncConfig) -> None:
+        self.me, self._client, self._config = me, client, config
+        self.process: Process | None = None
+        """This one, once it has joined."""
+
+    async def call(self, function: Callable[[], _T]) -> _T:
+        """Run a blocking call of the meta client beside requests."""
+        return await asyncio.to_thread(function)
+
+    def join(self) -> float:
+        """Stand for election, or renew what was said; returns the lease, in seconds. Blocks."""
+        me, process = self.me, self.process or this_process(self._config)
+        self.process, me.incarnation = process, process.incarnation
+        reply = self._client.join_controller(
+            me.engine,
+            process,
+            state=me.state,
+            version=me.version,
+            reason=me.reason,
+            instance=me.instance,
+            hearsay=is_hearsay(me.role),
+        )
+        me.role = role_after_joining(elected=reply.elected, inherits=reply.inherits)
+        return reply.lease_s
+
+    async def report_state(self, state: EngineState, reason: str) -> None:
+        """Say what the engine is; raises if that was not heard."""
+        version = self.me.version
+        await self.call(lambda: self._client.set_engine_state(self.me.incarnation, state, version, reason=reason))
+
+    async def set_state(self, state: EngineState, reason: str) -> None:
+        """Say what the engine is from now on; if that is not heard, it is said again with a later view."""
+        self.me.state, self.me.reason = state, reason
+        try:
+            await self.report_state(state, reason)
+        except Fenced:
+            self.me.role = Role.STANDS_BY
+        except AwexError as error:
+            logger.warning("awex: engine %s: %s", self.me.engine, error)
+
+    async def repeat_state(self) -> None:
+        """Say it once more."""
+        await self.set_state(self.me.state, self.me.reason)
+
+    async def report(
+        self, version: Version, outcome: EngineOutcome, reason: str = "", figures: dict[str, float] | None = None
+    ) -> tuple[bool, str]:
+        """Say how far a version is; returns whether that stands, and why not."""
+        reply = await self.call(
+            lambda: self._client.report_engine(
+                self.me.incarnation, version, outcome, reason=reason, figures=figures or {}
+            )
+        )
+        return reply.accepted, reply.reason
+
+    async def view(self) -> JobView:
+        """The job, now."""
+        return await self.call(self._client.watch)
+
+    async def check_going_on(self, version: Version) -> None:
+        """Raise ``TransferError`` if a version has failed on this engine already."""
+        failure = why_failed(await self.view(), self.me.engine, version)
+        if failure:
+            raise TransferError(failure)
+
+    async def await_workers(self, version: Version, limit_s: float, step: Literal["prefetched", "reported"]) -> None:
+        """Wait until every worker has done a step of a version; raises ``TransferError`` when one has not.
+
+        An engine's call may return when its first workers are done (the later stages of a pipeline follow).
+        """
+        engine = self.me.engine
+        what = f"all workers of engine {engine} to report version {version}"
+        failure = await self.call(
+            lambda: self._client.wait_for(
+                lambda view: step_done(view, engine, version, step), timeout_s=limit_s, what=what
+            )
+        )
+        if failure:
+            raise TransferError(failure)
+
+    async def ask_catch_up(self, limit_s: float, verify: VerifyMode) -> SyncView | None:
+        """Ask for another engine's weights; returns when all workers of that lend, or none when it has ended before."""
+        incarnation, engine = self.me.incarnation, self.me.engine
+        await self.call(lambda: self._client.ask_catch_up(incarnation, timeout_s=limit_s, verify=verify))
+        what = "another engine's workers to lend their weights"
+        opened = await self.call(
+            lambda: self._client.wait_for(lambda view: catch_up_opened(view, engine), timeout_s=limit_s, what=what)
+        )
+        return opened[0]
