@@ -25,7 +25,7 @@ from benchmarks.pieces import MIB
 from benchmarks.processes import Peer, run_alone
 from benchmarks.report import Figure
 
-ROUNDS = 3
+ROUNDS = 2
 _WRITER, _WORKER = 37, 5
 _HOST = 8
 """GPUs of one host."""
