@@ -213,9 +213,9 @@ class Engine:
                 self.restart()
 
     def status(self) -> dict[str, Any] | None:
-        """``/awex/status``; None while it does not answer."""
+        """``/awex/status``; None while it does not answer, or says that the engine has died."""
         try:
-            return dict(self._http.get(f"{self.server.url}/awex/status").json())
+            return dict(self._http.get(f"{self.server.url}/awex/status").raise_for_status().json())
         except (httpx.HTTPError, ValueError):
             return None
 
