@@ -38,6 +38,15 @@ _KEPT = 256
 """Files that stay; the oldest go first. One holds a few megabytes for the largest models."""
 
 _FORMAT = 1
+_TRACER = (
+    "awex_core.layout.layout",
+    "awex_core.layout.reshape",
+    "awex_core.layout.strided",
+    "awex_core.trace.paint",
+    "awex_core.trace.trace",
+    "awex_core.trace.traced_tensor",
+)
+"""The modules that decide what a trace finds."""
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -114,8 +123,7 @@ def trace_model(
 
 def _code(model: torch.nn.Module, load_weights: Loader) -> list[str]:
     """Digests of the sources that a trace depends on, beside the engine's version: ours, and the loader's own."""
-    names = {f"awex_core.layout.{name}" for name in ("trace", "traced_tensor", "reshape", "paint", "strided", "layout")}
-    names |= {type(model).__module__, getattr(load_weights, "__module__", "")}
+    names = {*_TRACER, type(model).__module__, getattr(load_weights, "__module__", "")}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(names)}
     return [f"{name} {hashlib.sha256(Path(path).read_bytes()).hexdigest()}" for name, path in files.items() if path]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from awex_core.errors import ConfigError
 from awex_core.layout import CanonicalTensor, encode_layout
+from awex_core.trace import cache
 from awex_core.trace.cache import VARIABLE, cache_folder, trace_model
 from awex_core.trace.trace import Trace
 
@@ -146,3 +148,9 @@ def test_where_traces_are_kept() -> None:
     for other in ("OFF", "false", "layouts"):
         with pytest.raises(ConfigError, match=f"must be off or the absolute path of a folder; got '{other}'"):
             cache_folder({VARIABLE: other})
+
+
+def test_what_a_trace_depends_on_is_there() -> None:
+    """A module that has moved would be passed over, and a trace of before its last change be kept."""
+    assert all(name in sys.modules for name in cache._TRACER)
+    assert {line.split()[0] for line in cache._code(torch.nn.Linear(1, 1), lambda _: None)} > set(cache._TRACER)
