@@ -54,7 +54,7 @@ class Outcome(Enum):
 _DONE, _FAILED, _INTERRUPTED, _FENCED = Outcome
 
 _NEXT: dict[Phase, dict[Outcome, Phase]] = {
-    Phase.CONNECTS: {_DONE: Phase.PREFETCHES, _FAILED: Phase.LETS_GO},
+    Phase.CONNECTS: {_DONE: Phase.PREFETCHES, _FAILED: Phase.LETS_GO, _FENCED: Phase.WITHDRAWS},
     Phase.PREFETCHES: {_DONE: Phase.PAUSES, _FAILED: Phase.LETS_GO},
     Phase.PAUSES: {
         _DONE: Phase.RECEIVES,

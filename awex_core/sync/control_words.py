@@ -91,10 +91,7 @@ class ControlWords:
             raise TransferError(failure)
 
     async def await_workers(self, version: Version, limit_s: float, step: Literal["prefetched", "reported"]) -> None:
-        """Wait until every worker has done a step of a version; raises ``TransferError`` when one has not.
-
-        An engine's call may return when its first workers are done (the later stages of a pipeline follow).
-        """
+        """Wait until every worker has done a step of a version; raises ``TransferError`` when one has not."""
         engine = self.me.engine
         what = f"all workers of engine {engine} to report version {version}"
         failure = await self.call(

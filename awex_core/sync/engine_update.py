@@ -65,7 +65,6 @@ class EngineUpdate:
             Exception: what the version's own failure leaves undone, or another process controls the engine by now.
         """
         update = _Update(sync.version, sync.remaining_s + bounded_host.GRACE_S)
-        await self._words.report(sync.version, "updating")
         self._me.phase = Phase.CONNECTS
         while self._me.phase not in ENDS:
             error = await self._error_of(update)
@@ -93,9 +92,11 @@ class EngineUpdate:
         logger.info("awex: engine %s serves version %s; paused %.1f ms", self._me.engine, update.version, 1e3 * pause_s)
 
     async def _connect(self, update: _Update) -> None:
-        """Have the workers plan and connect."""
+        """Have the workers plan and connect; the answer to the report tells whether one has failed."""
         await self._host.connect(update.version, update.limit_s)
-        await self._words.check_going_on(update.version)
+        accepted, reason = await self._words.report(update.version, "updating")
+        if not accepted:
+            raise TransferError(reason)
 
     async def _prefetch(self, update: _Update) -> None:
         """Have the workers receive while requests run."""
@@ -121,10 +122,13 @@ class EngineUpdate:
 
     async def _commit(self, update: _Update) -> None:
         version, limit_s = update.version, update.limit_s
-        await asyncio.gather(self._words.await_workers(version, limit_s, "reported"), self._host.show(version, limit_s))
+        await self._host.show(version, limit_s)
         self.decided.clear()
         try:
             accepted, reason = await self._words.report(version, "committed", figures=update.figures)
+            if not accepted:  # the engine's call may have returned when its first workers were done
+                await self._words.await_workers(version, limit_s, "reported")
+                accepted, reason = await self._words.report(version, "committed", figures=update.figures)
             if not accepted:
                 raise TransferError(f"version {version} was received but not committed: {reason}")
             self._me.committed(version)

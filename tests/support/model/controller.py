@@ -161,7 +161,6 @@ class Controller(Process):
 
     def _update(self, sync: m.SyncView) -> Steps[None]:
         me, version, limit_s = self.me, sync.version, sync.remaining_s + CONTROLLER_GRACE_S
-        yield from self._report(version, "updating")
         me.phase, reason = Phase.CONNECTS, ""
         while me.phase not in updating.ENDS:
             error: AwexError | None = None
@@ -180,7 +179,9 @@ class Controller(Process):
         phase, engine = self.me.phase, self.engine
         if phase is Phase.CONNECTS:
             yield from engine.ask("connect", version, limit_s)
-            yield from self._check(version)
+            accepted, why = yield from self._report(version, "updating")
+            if not accepted:
+                raise TransferError(why)
         elif phase is Phase.PREFETCHES:
             yield from engine.ask("prefetch", version, limit_s)
             yield from self._await_workers(version, limit_s, "prefetched")
@@ -216,9 +217,11 @@ class Controller(Process):
             yield from self._check(version)
 
     def _commit(self, version: Version, limit_s: float) -> Steps[None]:
-        yield from self._await_workers(version, limit_s, "reported")
         yield from self.engine.show(version)
         accepted, reason = yield from self._report(version, "committed")
+        if not accepted:
+            yield from self._await_workers(version, limit_s, "reported")
+            accepted, reason = yield from self._report(version, "committed")
         if not accepted:
             raise TransferError(f"not committed: {reason}")
         self.me.committed(version)
