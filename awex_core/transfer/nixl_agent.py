@@ -5,8 +5,8 @@ What NIXL leaves to its callers, and what this module does about it:
 - It has no time limits, and never reports a peer that is stopped: whoever waits does so with a deadline of its own.
 - A READ that is given up may still land, when a stopped peer goes on. It keeps its destination's memory and
   registration until it has ended (``abandon``), and until then ``check_quiet`` refuses: see there.
-- An agent that is destroyed while a READ is under way ends the *other* process (UCX 1.23: an assertion). So it is never
-  destroyed; at the end of a process the kernel closes its connections, which the other one survives.
+- An agent that is destroyed while a READ is under way ends the *other* process, over tcp (UCX 1.23: an assertion). So
+  it is never destroyed: at the end of a process the kernel closes its connections.
 - The Python wrapper has the progress thread spin. With a pause it sleeps until something arrives.
 """
 

@@ -112,13 +112,11 @@ def environment() -> Iterator[Report]:
 
 def _tls(environ: Mapping[str, str]) -> dict[str, str]:
     given = [each.strip() for each in environ.get("UCX_TLS", "").split(",") if each.strip()]
-    if not given or "all" in given or "tcp" in given:
-        return {}
-    if given[0].startswith("^"):
+    if given and given[0].startswith("^"):
         if "tcp" in (given[0][1:], *given[1:]):
-            raise ConfigError(
-                f"UCX_TLS={environ['UCX_TLS']} leaves out tcp, by which messages go; take it off that list"
-            )
+            raise ConfigError(f"UCX_TLS={','.join(given)} leaves out tcp, by which messages go; take it off that list")
+        return {}
+    if not given or "all" in given or "tcp" in given:
         return {}
     logger.info("awex: nixl needs tcp for its messages; UCX_TLS=%s gets it", environ["UCX_TLS"])
     return {"UCX_TLS": ",".join([*given, "tcp"])}
@@ -200,13 +198,19 @@ def _devices(environ: Mapping[str, str], sys: Path = _SYS) -> dict[str, str]:
 
 
 def why_slow(ways: frozenset[Way], nics: Sequence[Nic], speed: float | None) -> str:
-    """Why a link between two hosts is not what this machine's RDMA devices promise; empty if it is.
+    """Why a link is not what was asked for; empty if it is.
+
+    A READ that UCX emulates is slow, and none to the writer: its processor answers, and if a worker ends at the wrong
+    moment UCX may end the writer (docs/decisions/nixl.md).
 
     Args:
         ways: how UCX reads over it; empty if it has not said.
-        nics: the RDMA devices that should serve it; without any nothing is promised.
+        nics: the RDMA devices that should serve it; none if none need to.
         speed: bytes a second of a probe; None if none was made.
     """
+    for way in sorted(ways, key=str):
+        if way.emulated:
+            return f"UCX has the writer's processor answer over {way.over} ({way.how}), and no device"
     if not nics:
         return ""
     names, rate = ", ".join(nic.name for nic in nics), sum(nic.rate for nic in nics)
@@ -232,5 +236,6 @@ def check_fast(ways: frozenset[Way], nics: Sequence[Nic], speed: float | None, w
         return
     raise TransferError(
         f"the nixl link to {who} is slow: {reason}. Look at ibstat, at GPUDirect (nvidia-peermem) and at UCX_TLS and "
-        f"UCX_NET_DEVICES on both hosts, or name other devices in {DEVICES}; {ALLOW_SLOW}=1 takes it as it is"
+        f"UCX_NET_DEVICES on both hosts, or name other devices in {DEVICES}; AWEX_TRANSPORT=nccl does without, and "
+        f"{ALLOW_SLOW}=1 takes it as it is"
     )

@@ -127,15 +127,16 @@ class Remote:
         self.name = self.agent.meet(endpoint.description, self.who)
         if self._word()[0] != endpoint.secret:
             raise TransferError(f"what nixl reads is not the memory of {self.who}; does the address lead elsewhere?")
-        if endpoint.machine != machine_identity():
-            nixl_link.check_fast(self.agent.report.ways(), self.agent.nics, self._speed(device), self.who)
+        nics = self.agent.nics if endpoint.machine != machine_identity() else []
+        speed = self._speed(device) if nics else None
+        nixl_link.check_fast(self.agent.report.ways(), nics, speed, self.who)
 
     @property
     def direct(self) -> bool:
         """Whether to read its own memory, and not only what it packs.
 
-        Over tcp its processor reads for us, and nothing checks that the memory is there: a READ of weights that were
-        moved meanwhile would end the writer. Packed buckets lie in memory that is never freed.
+        Where UCX emulates READs, the writer's processor answers them, and nothing checks that the memory is there: one
+        of weights that were moved meanwhile would end the writer. Packed buckets lie in memory that is never freed.
         """
         ways = self.agent.report.ways()
         return bool(ways) and not any(way.emulated for way in ways)
@@ -165,9 +166,9 @@ class Remote:
         return into
 
     def _speed(self, device: torch.device) -> float | None:
-        """Bytes a second of a probe; None where nothing is promised, or there is too little memory to read."""
+        """Bytes a second of a probe; None where there is too little memory to read."""
         largest = max(self._endpoint.buffers, key=lambda buffer: buffer.nbytes, default=None)
-        if not self.agent.nics or largest is None or largest.nbytes < _LEAST_PROBE_NBYTES:
+        if largest is None or largest.nbytes < _LEAST_PROBE_NBYTES:
             return None
         nbytes = min(largest.nbytes, nixl_link.PROBE_NBYTES)
         into = torch.empty(nbytes, dtype=torch.uint8, device=device)
