@@ -250,8 +250,8 @@ class Agent:
     def messages(self, channel: bytes) -> list[bytes]:
         """What has arrived on a channel since the last call, without its name."""
         with self._lock:
-            for told in self.call("asking for messages", self.raw.getNotifs, {}, []).values():
-                for message in told:
+            for arrived in self.call("asking for messages", self.raw.getNotifs, {}, []).values():
+                for message in arrived:
                     inbox = self._inbox.get(message[:CHANNEL_NBYTES])
                     if inbox is not None:
                         inbox.append(message[CHANNEL_NBYTES:])

@@ -47,14 +47,14 @@ class Channel:
     def __post_init__(self) -> None:
         self.agent.open(self.name)
 
-    def tell(self, kind: int, move: int, number: int = 0, sum_: int = 0) -> None:
+    def notify(self, kind: int, move: int, number: int = 0, sum_: int = 0) -> None:
         """Send one; raises ``TransferError`` if the peer is gone."""
         self.agent.notify(self.peer, self.who, self.name + _MESSAGE.pack(kind, move, number, sum_))
 
     def heard(self, move: int) -> list[tuple[int, int, int]]:
         """What has arrived of this move: kind, number, checksum."""
-        told = [_MESSAGE.unpack(each) for each in self.agent.messages(self.name) if len(each) == _MESSAGE.size]
-        return [(kind, number, sum_) for kind, of, number, sum_ in told if of == move]
+        arrived = [_MESSAGE.unpack(each) for each in self.agent.messages(self.name) if len(each) == _MESSAGE.size]
+        return [(kind, number, sum_) for kind, of, number, sum_ in arrived if of == move]
 
     def look(self, progress: Progress) -> None:
         """Raise ``TransferError`` if the peer is gone; looks only now and then. A stopped one is not noticed."""
@@ -62,7 +62,7 @@ class Channel:
         if now - self.looked > _LOOK_S:
             self.looked = now
             try:
-                self.tell(LOOK, 0)
+                self.notify(LOOK, 0)
             except TransferError as error:
                 raise TransferError(f"{self.who} is gone after {progress.nbytes} bytes") from error
 
@@ -71,7 +71,7 @@ class Channel:
         self.agent.close(self.name)
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for what was launched on a device: a READ does not."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -13,7 +13,7 @@ from awex_core.layout.live import Memory
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.checksum import damage
 from awex_core.transfer.nixl_agent import Agent, Read, Registration, Runs, check_quiet
-from awex_core.transfer.nixl_channel import BEGIN, BUCKET, DONE, NAME, PAUSE_S, SLOTS, TAKEN, Channel, settle
+from awex_core.transfer.nixl_channel import BEGIN, BUCKET, DONE, NAME, PAUSE_S, SLOTS, TAKEN, Channel, synchronize
 from awex_core.transfer.nixl_lots import Work, direct_runs, divide
 from awex_core.transfer.nixl_packed import PackedLot
 from awex_core.transfer.nixl_peers import NixlBuffer, Remote, as_buffer
@@ -21,7 +21,7 @@ from awex_core.transfer.nixl_peers import NixlBuffer, Remote, as_buffer
 WINDOW = 64
 """READs under way at a worker, over all its writers."""
 
-_SETTLE_S = 1.0
+_GRACE_S = 1.0
 """How long READs of writers that are well have to end when another one has failed."""
 
 
@@ -96,7 +96,7 @@ class _Receiving:
                 moved = True
         moved |= self._read_on(window)
         if self._done == len(self.lots) + len(self.direct) and not self.arriving:
-            self.pair.channel.tell(DONE, self.pair.moves)
+            self.pair.channel.notify(DONE, self.pair.moves)
             self.finished = True
         return moved
 
@@ -141,8 +141,8 @@ class _Receiving:
         if not lot.unpack(staging, each.sum):
             who = self.pair.channel.who
             progress.damaged.append(damage(lot.lot.pieces, lot.lot.bucket, each.number, who, progress.nbytes))
-        settle(staging.device)
-        self.pair.channel.tell(TAKEN, self.pair.moves, each.number)
+        synchronize(staging.device)
+        self.pair.channel.notify(TAKEN, self.pair.moves, each.number)
 
 
 class NixlReceiver:
@@ -210,7 +210,7 @@ class NixlReceiver:
 
 def _give_up(receivings: Sequence[_Receiving]) -> None:
     """Wait a little for what is under way; what remains may land at any time, and keeps its memory until it has."""
-    until = time.monotonic() + _SETTLE_S
+    until = time.monotonic() + _GRACE_S
     under_way = [each.read for receiving in receivings for each in receiving.arriving]
     while (under_way := [read for read in under_way if not read.ended()]) and time.monotonic() < until:
         time.sleep(PAUSE_S)

@@ -12,7 +12,7 @@ from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.nixl_agent import Agent, Registration
-from awex_core.transfer.nixl_channel import BEGIN, BUCKET, DONE, NAME, PAUSE_S, SLOTS, TAKEN, Channel, settle
+from awex_core.transfer.nixl_channel import BEGIN, BUCKET, DONE, NAME, PAUSE_S, SLOTS, TAKEN, Channel, synchronize
 from awex_core.transfer.nixl_lots import Work, divide
 from awex_core.transfer.nixl_packed import PackedLot
 
@@ -45,7 +45,7 @@ class _Sending:
     def begin(self) -> None:
         self.pair.moves += 1
         self._next, self._taken, self.finished = 0, set[int](), False
-        self.pair.channel.tell(BEGIN, self.pair.moves)
+        self.pair.channel.notify(BEGIN, self.pair.moves)
 
     def step(self, progress: Progress) -> bool:
         """Hear what the worker says, and pack the next bucket if its slot is free; says whether anything happened."""
@@ -62,8 +62,8 @@ class _Sending:
     def _pack(self, progress: Progress) -> None:
         lot, slot = self._lots[self._next], self.pair.slot(self._next)
         sum_ = lot.pack(slot)
-        settle(slot.device)
-        self.pair.channel.tell(BUCKET, self.pair.moves, self._next, sum_)
+        synchronize(slot.device)
+        self.pair.channel.notify(BUCKET, self.pair.moves, self._next, sum_)
         progress.moved(NAME, lot.nbytes)
         self._next += 1
 

@@ -26,12 +26,12 @@ def slow_allowed(environ: Mapping[str, str]) -> bool:
     """Whether a link may be slower than its devices promise.
 
     Raises:
-        ConfigError: the variable is neither 0 nor 1.
+        ConfigError: the variable is no truth value.
     """
-    value = environ.get(ALLOW_SLOW) or "0"
-    if value not in ("0", "1"):
-        raise ConfigError(f"{ALLOW_SLOW} must be one of 0, 1; got {value!r}")
-    return value == "1"
+    value = environ.get(ALLOW_SLOW) or "false"
+    if value not in ("true", "false", "1", "0"):
+        raise ConfigError(f"{ALLOW_SLOW} must be true or false; got {value!r}")
+    return value in ("true", "1")
 
 
 def transport_settings() -> tuple[str, ...]:

@@ -96,7 +96,7 @@ def test_it_is_an_error_unless_it_is_allowed(monkeypatch: pytest.MonkeyPatch, ca
 
 def test_whether_it_is_allowed_takes_no_other_spelling() -> None:
     given = {"AWEX_META_SERVER": "h:1", "AWEX_TOKEN": "t", "AWEX_ALLOW_SLOW_TRANSPORT": "yes"}
-    with pytest.raises(ConfigError, match="AWEX_ALLOW_SLOW_TRANSPORT must be one of 0, 1; got 'yes'"):
+    with pytest.raises(ConfigError, match="AWEX_ALLOW_SLOW_TRANSPORT must be true or false; got 'yes'"):
         SyncConfig.from_env(given)
 
 
