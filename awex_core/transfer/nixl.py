@@ -25,6 +25,7 @@ from awex_core.transfer.buckets import bucket_size
 from awex_core.transfer.nixl_agent import CHANNEL_NBYTES, Agent, Registration, agent
 from awex_core.transfer.nixl_channel import NAME, SLOTS, Channel
 from awex_core.transfer.nixl_link import rdma_devices
+from awex_core.transfer.nixl_lots import packed_nbytes
 from awex_core.transfer.nixl_peers import NixlEndpoint, NixlExport, PairOffer, Remote, WorkerHello, as_buffer
 from awex_core.transfer.nixl_receiver import NixlReceiver, ReceiverPair
 from awex_core.transfer.nixl_sender import NixlSender, SenderPair
@@ -71,15 +72,12 @@ class NixlTransport(Transport):
         nixl_agent.check_quiet()
 
     def open_sender(self, end: End) -> NixlSender:
-        """Offer slots to every worker, and meet it."""
+        """Meet every worker, and offer it slots."""
         made = agent()
         pairs: dict[int, SenderPair] = {}
-        share = end.bucket_nbytes // max(len(end.writers), len(end.workers))
         try:
             for peer, program in end.programs.items():
-                pairs[peer] = _offer_slots(made, end, peer, program, share)
-            for peer, pair in pairs.items():
-                _meet_worker(made, end, peer, pair)
+                pairs[peer] = _meet_worker(made, end, peer, program)
         except BaseException:
             NixlSender(made, pairs).close()
             raise
@@ -102,19 +100,19 @@ def _of_worker(writer: int, worker: int) -> str:
     return f"nixl/hello/{writer}/{worker}"
 
 
-def _offer_slots(made: Agent, end: End, peer: int, program: CopyProgram, share: int) -> SenderPair:
-    slot_nbytes = bucket_size(int(program.nbytes.sum()), share)
-    slots = made.borrow_slots(SLOTS * slot_nbytes, end.device)
-    offer = PairOffer(secrets.token_bytes(CHANNEL_NBYTES), made.describe(slots[1]), as_buffer(slots[0]), slot_nbytes)
-    end.exchange.put(_of_writer(end.rank, peer), msgspec.msgpack.encode(offer))
-    return SenderPair(Channel(made, offer.channel, "", f"worker {peer}"), slots, slot_nbytes, direct=False)
-
-
-def _meet_worker(made: Agent, end: End, peer: int, pair: SenderPair) -> None:
+def _meet_worker(made: Agent, end: End, peer: int, program: CopyProgram) -> SenderPair:
+    """Its slots are sized by what is packed for it, which depends on what it can read by itself."""
     who = f"worker {peer}"
     value = end.exchange.get(_of_worker(end.rank, peer), f"{who} to meet this rank over nixl", end.deadline)
     hello = read_value(value, WorkerHello, who)
-    pair.channel.peer, pair.direct = made.meet(hello.description, who), hello.direct
+    name = made.meet(hello.description, who)
+    share = end.bucket_nbytes // max(len(end.writers), len(end.workers))
+    slot_nbytes = bucket_size(packed_nbytes(program, hello.direct), share)
+    slots = made.borrow_slots(SLOTS * slot_nbytes, end.device)
+    offer = PairOffer(secrets.token_bytes(CHANNEL_NBYTES), made.describe(slots[1]), as_buffer(slots[0]), slot_nbytes)
+    pair = SenderPair(Channel(made, offer.channel, name, who), slots, slot_nbytes, hello.direct)
+    end.exchange.put(_of_writer(end.rank, peer), msgspec.msgpack.encode(offer))
+    return pair
 
 
 def _meet_writer(made: Agent, end: End, rank: int, remote: Remote) -> ReceiverPair:

@@ -63,6 +63,12 @@ def divide(program: CopyProgram, direct: bool, slot_nbytes: int) -> Work:
     return Work(program.take(alone), lots)
 
 
+def packed_nbytes(program: CopyProgram, direct: bool) -> int:
+    """Of a program, what the writer packs."""
+    alone = program.nbytes[_direct(program)].sum() if direct else 0
+    return int(program.nbytes.sum() - alone)
+
+
 def _direct(program: CopyProgram) -> npt.NDArray[np.bool_]:
     return program.plain & (program.rows > 0) & (_runs(program)[1] >= DIRECT_NBYTES)
 
