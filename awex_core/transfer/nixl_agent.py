@@ -150,7 +150,7 @@ class Read:
 
     def abandon(self) -> None:
         """Nobody waits any more. Whatever is still to land does so in memory that is kept for it."""
-        self._owner.abandoned.append(self)
+        self._owner.keep_until_ended(self)
 
     def ended(self) -> bool:
         """Whether nothing more can land."""
@@ -184,7 +184,7 @@ class Agent:
             self.raw = self.call("making an agent", self.bindings.nixlAgent, self.name, config)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.raw))  # see the module: never destroyed
             self.call("loading UCX", self.raw.createBackend, "UCX", {})
-        self.abandoned: deque[Read] = deque()
+        self._abandoned: list[Read] = []
         self._lock = threading.Lock()
         self._inbox: dict[bytes, deque[bytes]] = {}
         self._kept: list[torch.Tensor] = []
@@ -260,16 +260,22 @@ class Agent:
             found.clear()
             return taken
 
+    def keep_until_ended(self, read: Read) -> None:
+        """One that was given up."""
+        with self._lock:
+            self._abandoned.append(read)
+
     def check_quiet(self) -> None:
         """Make sure that no READ that was given up may still land in this process's memory.
 
         Raises:
             TransferError: one may; names whose bytes they are, and the remedy.
         """
-        self.abandoned = deque(read for read in self.abandoned if not read.ended())
-        if self.abandoned:
-            whose = ", ".join(sorted({read.who for read in self.abandoned}))
-            nbytes = sum(read.nbytes for read in self.abandoned)
+        with self._lock:
+            self._abandoned = [read for read in self._abandoned if not read.ended()]
+            whose = ", ".join(sorted({read.who for read in self._abandoned}))
+            nbytes = sum(read.nbytes for read in self._abandoned)
+        if whose:
             raise TransferError(
                 f"nixl: up to {nbytes} bytes of {whose} may still land in this process's memory: a READ was given up "
                 "and its peer is silent, but not known to be dead. Nothing is received until it goes on or has ended: "

@@ -21,7 +21,7 @@ from awex_core.transfer.nixl_peers import NixlBuffer, Remote, as_buffer
 WINDOW = 64
 """READs under way at a worker, over all its writers."""
 
-_GRACE_S = 1.0
+_GRACE_S = 0.1
 """How long READs of writers that are well have to end when another one has failed."""
 
 
