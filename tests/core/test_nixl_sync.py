@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from awex_core.errors import TransferError
 from awex_core.meta.server import MetaServer
 from awex_core.settings.config import SyncConfig
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer, TrainerError
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
 from awex_core.transfer import nixl_agent
+from awex_core.transfer.nixl import NixlTransport
 from awex_core.transfer.nixl_receiver import _Receiving
 from tests.core.test_checkpoint_trainer import TOKEN, eventually, make_checkpoint
 
@@ -35,17 +37,24 @@ def meta() -> Iterator[MetaServer]:
 
 
 def beside_an_engine(
-    meta: MetaServer, folder: Path, limit_s: float, act: Callable[[FakeEngine, CheckpointTrainer], Awaitable[None]]
+    meta: MetaServer,
+    folder: Path,
+    limit_s: float,
+    act: Callable[[FakeEngine, CheckpointTrainer], Awaitable[None]],
+    transport: str = "nixl",
 ) -> None:
     """Run ``act`` with an engine of two workers, and a trainer of two ranks in processes of their own."""
-    limits = {"AWEX_SYNC_TIMEOUT": str(limit_s), "AWEX_TRANSPORT": "nixl"}
+    limits = {"AWEX_SYNC_TIMEOUT": str(limit_s), "AWEX_TRANSPORT": transport}
     env = {"AWEX_META_SERVER": meta.address, "AWEX_TOKEN": TOKEN, **limits}
 
     async def run() -> None:
-        engine = FakeEngine("e", 2, SyncConfig(meta.address, TOKEN, transport="nixl", sync_timeout_s=limit_s))
+        checkpoint = make_checkpoint(folder / "first", 0)
+        config = SyncConfig(
+            meta.address, TOKEN, transport=transport, sync_timeout_s=limit_s, repair_checkpoint=str(checkpoint)
+        )
+        engine = FakeEngine("e", 2, config)
         await engine.start()
         try:
-            checkpoint = make_checkpoint(folder / "first", 0)
             trainer = await asyncio.to_thread(CheckpointTrainer, checkpoint, folder / "logs", env, world=2)
             with closing(trainer):
                 await asyncio.to_thread(trainer.all, "wait_for_engines", count=1, timeout_s=30.0)
@@ -100,3 +109,25 @@ def test_a_trainer_that_is_stopped_while_it_is_read(
         nixl_agent.check_quiet()
 
     beside_an_engine(meta, tmp_path, 12.0, act)
+
+
+def test_nothing_is_received_or_repaired_while_bytes_may_still_land(
+    meta: MetaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the transport, and before a byte of the weights has changed."""
+
+    def late(_self: NixlTransport) -> None:
+        raise TransferError("bytes may still land")
+
+    async def act(engine: FakeEngine, trainer: CheckpointTrainer) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(NixlTransport, "check_quiet", late)
+            with pytest.raises(TrainerError, match=r"(?s)SyncFailed.*bytes may still land"):
+                await asyncio.to_thread(trainer.publish, 1)
+            with pytest.raises(TransferError, match="bytes may still land"):
+                engine.readers[0].repair()
+        assert all((tensor == 7).all() for model in engine.models for tensor in model.model.tensors.values())
+        result = await asyncio.to_thread(trainer.publish, 2)
+        assert result["committed"] == ["e"] and holds(engine, fake_weights(seed=0))
+
+    beside_an_engine(meta, tmp_path, 30.0, act, transport="shm")
