@@ -17,9 +17,11 @@ from awex_core.meta.server import MetaServer
 from awex_core.settings.config import SyncConfig
 from awex_core.testing.checkpoint_trainer import CheckpointTrainer, TrainerError
 from awex_core.testing.fake_engine import FakeEngine, fake_weights, holds
+from awex_core.testing.transport import Peers
 from awex_core.transfer import nixl_agent
 from awex_core.transfer.nixl import NixlTransport
 from awex_core.transfer.nixl_receiver import _Receiving
+from awex_core.version import Version
 from tests.core.test_checkpoint_trainer import TOKEN, eventually, make_checkpoint
 
 
@@ -77,6 +79,37 @@ def test_versions_arrive(meta: MetaServer, tmp_path: Path) -> None:
         assert result["committed"] == ["e"] and not result["whole_because"]
 
     beside_an_engine(meta, tmp_path, 30.0, act)
+
+
+def follow(address: str, environ: dict[str, str], seed: int) -> bool:
+    """In a process of its own: an engine that starts late. Whether it holds these weights as the first version."""
+    os.environ.update(environ)
+
+    async def run() -> bool:
+        engine = FakeEngine("late", 1, SyncConfig(address, TOKEN, transport="nixl"))
+        await engine.start()
+        try:
+            await eventually(lambda: engine.controller.version == Version(1, 1), tries=600)
+            return holds(engine, fake_weights(seed=seed))
+        finally:
+            await engine.stop()
+
+    return asyncio.run(run())
+
+
+def test_an_engine_lends_to_another(meta: MetaServer, tmp_path: Path) -> None:
+    peers, environ = Peers(), {name: os.environ[name] for name in ("UCX_TLS", "AWEX_ALLOW_SLOW_TRANSPORT")}
+
+    async def act(engine: FakeEngine, trainer: CheckpointTrainer) -> None:
+        await asyncio.to_thread(trainer.publish, 1)
+        await asyncio.to_thread(trainer.close)
+        assert await asyncio.to_thread(peers["late"].call, follow, meta.address, environ, 0)
+        assert "lend late" in engine.events
+
+    try:
+        beside_an_engine(meta, tmp_path, 30.0, act)
+    finally:
+        peers.close()
 
 
 def test_a_trainer_that_is_stopped_while_it_is_read(
