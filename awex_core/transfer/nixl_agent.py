@@ -96,8 +96,9 @@ def _places(buffers: Sequence[torch.Tensor]) -> list[tuple[int, int, int, str]]:
 
 
 def _deregister(owner: Agent, descriptors: Any) -> None:
-    with suppress(Exception):  # the process goes on without it, and its memory is freed either way
-        owner.raw.deregisterMem(descriptors, [])
+    if owner.pid == os.getpid():  # a forked process has the agent's memory, and none of its threads
+        with suppress(Exception):  # the process goes on without it, and its memory is freed either way
+            owner.raw.deregisterMem(descriptors, [])
 
 
 class Read:

@@ -23,8 +23,8 @@ from awex_core.transfer.nixl_agent import Agent
 
 NAME = "nixl"
 
-SLOTS = 2
-"""Of each pair: one that is packed, one that is read."""
+SLOTS = 3
+"""Of each pair: one that is packed, one that is read, one that waits."""
 
 PAUSE_S = 0.0002
 _LOOK_S = 0.5

@@ -1,8 +1,8 @@
 """A copy program as NIXL moves it: runs that are read where they lie, and lots that the writer packs.
 
 Both ends make the same of the same program. From 64 KiB on a run that lies in a row at both ends is read straight from
-the writer's memory into the worker's. All else is packed: pieces that lie in a row at the worker are read from the
-writer's bucket straight into place (*placed*), and the small and scattered rest is read whole and unpacked (*loose*).
+the writer's memory into the worker's. All else is packed. Large pieces of it that lie in a row at the worker are read
+from the writer's bucket straight into place (*placed*); the rest is read whole, and unpacked (*loose*).
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ DIRECT_NBYTES = 64 << 10
 
 _READ_NBYTES = 16 << 20
 """Of one run: some of UCX's ways block until it is there, and deadlines are looked at between."""
+
+LOT_PIECES = 32
+"""Of a lot that is read piece by piece, at most."""
 
 BATCH_NBYTES, BATCH_RUNS = 32 << 20, 16
 """Of the runs that one transfer is made of."""
@@ -53,7 +56,7 @@ def divide(program: CopyProgram, direct: bool, slot_nbytes: int) -> Work:
     """Who reads what; ``direct`` says whether the worker reads the writer's own memory at all."""
     alone = _direct(program) if direct else np.zeros(len(program), dtype=bool)
     packed = split_pieces(program.take(~alone), slot_nbytes // 2)
-    placed = in_a_row(packed, "dst") & (packed.nbytes >= DIRECT_NBYTES)
+    placed = in_a_row(packed, "dst") & (packed.nbytes >= max(DIRECT_NBYTES, slot_nbytes // LOT_PIECES))
     lots = [
         Lot(pieces, bucket, each)
         for each, mask in ((True, placed), (False, ~placed))

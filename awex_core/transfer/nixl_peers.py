@@ -160,9 +160,12 @@ class Remote:
         local, remote = as_buffer(into), msgspec.structs.replace(place, nbytes=into.numel())
         runs = Runs(columns_of(local, times), columns_of(remote, times), local.gpu >= 0, remote.gpu >= 0)
         read = Read(self.agent, self.name, self.who, runs, Registration(self.agent, [into]))
-        if not read.wait(ANSWER_S):
+        try:
+            if not read.wait(ANSWER_S):
+                raise TransferError(f"nixl: {self.who} has not answered for {ANSWER_S:g} s: it is stopped, or cut off")
+        except BaseException:
             read.abandon()
-            raise TransferError(f"nixl: {self.who} has not answered for {ANSWER_S:g} s: it is stopped, or cut off")
+            raise
         return into
 
     def _speed(self, device: torch.device) -> float | None:

@@ -51,8 +51,8 @@ class Window:
     used: int = 0
 
     def has_room(self, runs: Runs) -> bool:
-        """Whether these may begin; a transfer that is too large by itself may when nothing else is under way."""
-        return self.used + len(runs) <= WINDOW or not self.used
+        """Whether these may begin."""
+        return self.used + len(runs) <= WINDOW
 
 
 @dataclass(frozen=True)
