@@ -21,6 +21,7 @@ import secrets
 import threading
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -46,6 +47,9 @@ CHANNEL_NBYTES = 16
 """Every message begins with the channel that it belongs to."""
 
 _POLL_S = 0.0002
+
+_MOST_DESCRIPTION_NBYTES = 1 << 30
+"""A buffer takes about 60 bytes, more where devices have keys for it."""
 
 
 def package() -> str:
@@ -167,6 +171,19 @@ class Read:
                 self._owner.raw.releaseXferReq(handle)
 
 
+def _inflate(description: bytes, who: str) -> bytes:
+    unpacking = zlib.decompressobj()
+    try:
+        whole = unpacking.decompress(description, _MOST_DESCRIPTION_NBYTES)
+    except zlib.error as error:
+        raise TransferError(f"what {who} left to be met by over nixl is not to be read ({error})") from error
+    if not unpacking.eof:
+        raise TransferError(
+            f"what {who} left to be met by over nixl is incomplete, or larger than {_MOST_DESCRIPTION_NBYTES} bytes"
+        )
+    return whole
+
+
 class Agent:
     """See the module; made by ``agent``."""
 
@@ -215,7 +232,7 @@ class Agent:
             self.call("describing memory", self.raw.getLocalPartialMD, each, True, [])
             for each in (registration.descriptors if registration is not None else nothing)
         ]
-        return b"".join(len(each).to_bytes(4, "little") + each for each in whole)
+        return zlib.compress(b"".join(len(each).to_bytes(4, "little") + each for each in whole), level=1)
 
     def meet(self, description: bytes, who: str) -> str:
         """The name of another process's agent, which may be met more than once.
@@ -223,7 +240,7 @@ class Agent:
         Raises:
             TransferError: it is not to be read, or of a release of nixl that does not fit this one.
         """
-        name, left = "", description
+        name, left = "", _inflate(description, who)
         while left:
             size = int.from_bytes(left[:4], "little")
             met = self.call(f"meeting {who}", self.raw.loadRemoteMD, left[4 : 4 + size])

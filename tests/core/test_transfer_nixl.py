@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,23 @@ def test_nixl_is_loaded_when_somebody_wants_it() -> None:
     code += "sys.exit([name for name in sys.modules if name.startswith('nixl')] or None)"
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert child.returncode == 0, child.stderr
+
+
+@pytest.mark.parametrize(
+    ("description", "complaint"),
+    [
+        (b"garbage", "what writer rank 0 left to be met by over nixl is not to be read"),
+        (zlib.compress(bytes(100))[:-6], "is incomplete, or larger than"),
+        (zlib.compress(b"\7\0\0\0garbage"), "nixl: meeting writer rank 0: NIXL_ERR_MISMATCH"),
+    ],
+)
+def test_what_is_no_description_is_refused(other_peers: Peers, description: bytes, complaint: str) -> None:
+    with pytest.raises(PeerError, match=complaint):
+        other_peers["some"].call(meet, description)
+
+
+def meet(description: bytes) -> str:
+    return nixl_agent.agent().meet(description, "writer rank 0")
 
 
 def test_where_nixl_is_not_installed_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
