@@ -110,12 +110,12 @@ class _Receiving:
         return bool(heard)
 
     def _read_on(self, window: Window) -> bool:
-        """Buckets first: their writer waits for them."""
+        """Buckets first, since their writer waits for them; then one batch, which may block until it is there."""
         moved = False
         while self._packed and window.has_room(runs := self._bucket_runs(self._packed[0][0])):
             self._post(runs, window, *self._packed.popleft())
             moved = True
-        while self._direct and window.has_room(self._direct[0]):
+        if self._direct and window.has_room(self._direct[0]):
             self._post(self._direct.popleft(), window)
             moved = True
         return moved
