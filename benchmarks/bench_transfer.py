@@ -39,10 +39,10 @@ def gloo() -> list[Figure]:
     """The ``nccl`` transport on gloo against one gloo send."""
     times, pair, right = _measure(_gloo_writer, _gloo_reader)
     return [
-        _ratio("gloo_packed_over_plain", times, "packed", "plain", 0.7, _describe(pair)),
-        _ratio("gloo_checked_over_unchecked", times, "packed", "unchecked", 0.9, "what checksums of buckets cost"),
-        *_speeds(times, pair.nbytes),
-        _arrived(right),
+        ratio("gloo_packed_over_plain", times, "packed", "plain", 0.7, describe(pair)),
+        ratio("gloo_checked_over_unchecked", times, "packed", "unchecked", 0.9, "what checksums of buckets cost"),
+        *speeds(times, pair.nbytes),
+        arrived(right),
     ]
 
 
@@ -50,11 +50,11 @@ def shm() -> list[Figure]:
     """The ``shm`` transport, and its staged form, against ``memcpy``."""
     times, pair, right = _measure(_shm_writer, _shm_reader)
     return [
-        _ratio("shm_pull_over_memcpy", times, "pull", "memcpy", 0.5, _describe(pair)),
-        _ratio("shm_staged_over_memcpy", times, "staged", "memcpy", None, "where the kernel forbids the pull"),
-        _ratio("shm_staged_checked_over_unchecked", times, "staged", "unchecked", None, "what checksums cost there"),
-        *_speeds(times, pair.nbytes),
-        _arrived(right),
+        ratio("shm_pull_over_memcpy", times, "pull", "memcpy", 0.5, describe(pair)),
+        ratio("shm_staged_over_memcpy", times, "staged", "memcpy", None, "where the kernel forbids the pull"),
+        ratio("shm_staged_checked_over_unchecked", times, "staged", "unchecked", None, "what checksums cost there"),
+        *speeds(times, pair.nbytes),
+        arrived(right),
     ]
 
 
@@ -90,26 +90,30 @@ def _measure(writer: Callable[..., Any], reader: Callable[..., Any]) -> tuple[Ti
     return times, expert_pair(NBYTES), bool(np.array_equal(sent, received))
 
 
-def _describe(pair: Pair) -> str:
+def describe(pair: Pair) -> str:
+    """What is moved, and how it is timed, for a figure's note."""
     return (
         f"{pair.nbytes / MIB:.0f} MiB in {len(pair.program)} pieces of 3 and 1.5 MiB, {pair.strided_share:.0%} of the "
         f"bytes in rows of 768; {_SETTING.format(rounds=ROUNDS)}"
     )
 
 
-def _ratio(name: str, times: Times, ours: str, plain: str, goal: float | None, note: str) -> Figure:
+def ratio(name: str, times: Times, ours: str, plain: str, goal: float | None, note: str) -> Figure:
+    """How fast one side is as a share of the other, round by round; the median."""
     value = statistics.median(b / a for a, b in zip(times[ours], times[plain], strict=True))
     return Figure(name, round(value, 3), goal, "higher", "", note)
 
 
-def _speeds(times: Times, nbytes: int) -> list[Figure]:
+def speeds(times: Times, nbytes: int) -> list[Figure]:
+    """Of each side, in the median."""
     return [
         Figure(name, round(nbytes / statistics.median(seconds) / 1e9, 3), None, "higher", "GB/s")
         for name, seconds in times.items()
     ]
 
 
-def _arrived(right: bool) -> Figure:
+def arrived(right: bool) -> Figure:
+    """Whether it was the right bytes."""
     return Figure("digests_equal", float(right), 1, "higher", "", "what arrived in the last round is what was sent")
 
 

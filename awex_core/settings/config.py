@@ -14,7 +14,7 @@ from awex_core.modes import NonFiniteMode, ReceiveMode, ShadowFallback, Snapshot
 from awex_core.settings.convert import CountOrZero, Nbytes, Seconds, SecondsOrZero, check, check_choice, read
 from awex_core.settings.token import require_token
 from awex_core.settings.variables import check_names
-from awex_core.transfer.settings import AUTO, OURS, transport_settings
+from awex_core.transfer.settings import AUTO, OURS, slow_allowed, transport_settings
 
 VARIABLES = {
     "meta_server": "AWEX_META_SERVER",
@@ -50,7 +50,7 @@ class SyncConfig:
     token: str = field(repr=False)
     job: str = "default"
     transport: str = "auto"
-    """``auto`` for the cheapest that serves each pair of ranks, else one by name: ``shm``, ``ipc``, ``nccl``."""
+    """``auto`` for the cheapest that serves each pair, else one by name: ``shm``, ``ipc``, ``nixl``, ``nccl``."""
     verify: VerifyMode = "full"
     verify_full_every: CountOrZero = 32
     """With ``sampled``, versions whose number is a multiple of this are verified in full; 0: none."""
@@ -95,6 +95,7 @@ class SyncConfig:
         """
         environ = os.environ if environ is None else environ
         check_names(environ)
+        slow_allowed(environ)
         values = read(SyncConfig, VARIABLES, environ)
         values |= {name: value for name, value in given.items() if value is not None}
         if "meta_server" not in values:

@@ -29,6 +29,8 @@ FLAGS = {
     "weight_sync_backend": "AWEX_BACKEND",
     "weight_sync_meta_server": "AWEX_META_SERVER",
     "weight_sync_job": "AWEX_JOB",
+    "weight_sync_transport": "AWEX_TRANSPORT",
+    "weight_sync_allow_slow_transport": "AWEX_ALLOW_SLOW_TRANSPORT",
     "weight_sync_engine": "AWEX_ENGINE",
     "weight_sync_kv": "AWEX_KV",
     "weight_sync_receive": "AWEX_RECEIVE",
@@ -96,6 +98,19 @@ def add_flags(parser: Any, backend_action: str | type[argparse.Action] = "store"
     group.add_argument("--weight-sync-backend", choices=["awex"], default=None, action=backend_action)
     group.add_argument("--weight-sync-meta-server", default=None, metavar="HOST:PORT[,...]")
     group.add_argument("--weight-sync-job", default=None, help="job name, the same as the trainer's")
+    group.add_argument(
+        "--weight-sync-transport",
+        default=None,
+        metavar="NAME",
+        help="how weights travel: auto (default), shm, ipc, nixl, nccl, or one of another package",
+    )
+    group.add_argument(
+        "--weight-sync-allow-slow-transport",
+        action="store_true",
+        default=None,
+        help="take weights over a nixl link that is slower than the RDMA device that should serve it, with a warning "
+        "that names the cause; else it is an error",
+    )
     group.add_argument("--weight-sync-engine", default=None, help="this engine's name in the job")
     group.add_argument(
         "--weight-sync-kv",

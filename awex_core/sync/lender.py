@@ -59,7 +59,7 @@ class Lender:
         self._reading, self._verify = reading, verify
         self._session: WriterSession | None = None
         self._context, self._client, self._layouts = context, context.client, context.layouts
-        self._exports = Exports(memory)
+        self._exports = Exports(memory, context.config.transport)
         self._exports.hold(version.number)  # not in ``run``, which might begin after ``let_go``
 
     def run(self) -> None:

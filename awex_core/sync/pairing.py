@@ -10,7 +10,7 @@ import torch
 
 from awex_core.errors import ConfigError, TransferError, list_faults
 from awex_core.meta.messages import Process, WriterInfo
-from awex_core.transfer.registry import transports
+from awex_core.transfer.registry import considered
 from awex_core.transfer.settings import AUTO
 from awex_core.transfer.transport import Transport
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 def candidates(writer: Process, worker: Process, wanted: str) -> tuple[list[Transport], dict[str, str]]:
     """What may serve a pair as far as these facts go, the cheapest first; and why others may not, by name."""
-    asked = [transport for transport in transports().values() if wanted in (AUTO, transport.setting)]
+    asked = considered(wanted)
     left_out = {transport.name: transport.why_not(writer, worker) for transport in asked}
     able = [transport for transport in asked if not left_out[transport.name]]
     return able, {name: reason for name, reason in left_out.items() if reason}

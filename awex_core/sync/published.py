@@ -25,12 +25,13 @@ class Offer:
 class PublishedWeights:
     """One rank's; ``offer`` is another one whenever engines have to read elsewhere."""
 
-    def __init__(self, layout: Layout, memory: Memory, finalize: Callable[[], Held] | None) -> None:
-        """``finalize`` is that of ``WeightWriter.join``."""
+    def __init__(self, layout: Layout, memory: Memory, finalize: Callable[[], Held] | None, transport: str) -> None:
+        """``finalize`` is that of ``WeightWriter.join``, ``transport`` the setting."""
         self._live: Memory = memory
         self._snapshot: Snapshot | None = None
+        self._transport = transport
         self.finalize = finalize or (lambda: (layout, memory))
-        self.offer = Offer(layout, memory, Exports(memory))
+        self.offer = Offer(layout, memory, Exports(memory, self._transport))
 
     @property
     def layout(self) -> Layout:
@@ -77,4 +78,4 @@ class PublishedWeights:
             self._snapshot.take()
 
     def _publish_from(self, layout: Layout, memory: Memory, stays: bool) -> None:
-        self.offer = Offer(layout, memory, Exports(memory), self.offer.moved + 1, stays)
+        self.offer = Offer(layout, memory, Exports(memory, self._transport), self.offer.moved + 1, stays)

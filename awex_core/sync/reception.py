@@ -17,6 +17,7 @@ from awex_core.sync.engine import TracedModel, WorkerModel
 from awex_core.sync.lending import Lending
 from awex_core.sync.membership import WorkerMembership
 from awex_core.sync.verification import Verification
+from awex_core.transfer.registry import check_quiet
 
 
 class Reception:
@@ -43,6 +44,7 @@ class Reception:
         session, traced, shadow = self._connection.session, self._ready.traced, self._ready.shadow
         if session is None or traced is None:
             raise TransferError(f"version {attempt.version} was not connected; call connect first")
+        check_quiet()
         view = self._member.client.watch()
         sync = going_on(view, self._member.info.engine, attempt.version, attempt.catch_up, "received")
         session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
@@ -90,6 +92,7 @@ class Reception:
         traced = self._ready.traced
         if not checkpoint or traced is None:
             raise ConfigError("there is no checkpoint to repair from, or no trainer has told which tensors there are")
+        check_quiet()
         try:
             memory = self._begin()
             load_checkpoint(Path(checkpoint), traced.layout, memory)

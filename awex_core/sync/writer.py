@@ -120,7 +120,7 @@ class WeightWriter:
         context = SyncContext.of(WriterClient, config)
         process = this_process(config, _device_of(memory))
         member = WriterMembership(context, process, rank, world, run, manifest)
-        weights = PublishedWeights(layout, memory, finalize)
+        weights = PublishedWeights(layout, memory, finalize, config.transport)
         try:
             member.join(weights.offer)
             member.wait_for_run()

@@ -77,11 +77,12 @@ def make_buckets(program: CopyProgram, limit: int, alone: npt.NDArray[np.bool_] 
 
 def unpacked_pieces(program: CopyProgram) -> npt.NDArray[np.bool_]:
     """Large pieces whose bytes already lie in a row at one end at least, as the wire wants them; shape ``[K]``."""
-    source = (program.src_dtype == program.dst_dtype) & _in_a_row(program, "src")
-    return (program.nbytes >= DIRECT_BYTES) & (source | _in_a_row(program, "dst"))
+    source = (program.src_dtype == program.dst_dtype) & in_a_row(program, "src")
+    return (program.nbytes >= DIRECT_BYTES) & (source | in_a_row(program, "dst"))
 
 
-def _in_a_row(program: CopyProgram, side: str) -> npt.NDArray[np.bool_]:
+def in_a_row(program: CopyProgram, side: str) -> npt.NDArray[np.bool_]:
+    """Which pieces' bytes, in the destination's dtype, lie in a row at one end; shape ``[K]``."""
     row_stride, col_stride = getattr(program, f"{side}_row_stride"), getattr(program, f"{side}_col_stride")
     row = program.cols * program.dst_itemsize
     return ((col_stride == program.dst_itemsize) | (program.cols == 1)) & ((row_stride == row) | (program.rows == 1))

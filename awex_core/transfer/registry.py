@@ -13,14 +13,15 @@ from awex_core.errors import ConfigError, TransferError
 from awex_core.layout.live import Memory
 from awex_core.transfer.group import GroupTransport
 from awex_core.transfer.ipc import IpcTransport
-from awex_core.transfer.settings import GROUP
+from awex_core.transfer.nixl import NixlTransport
+from awex_core.transfer.settings import AUTO, GROUP
 from awex_core.transfer.shm import ShmTransport
 from awex_core.transfer.shm_staged import StagedTransport
 from awex_core.transfer.transport import Export, Transport
 
 logger = logging.getLogger(__name__)
 
-_OURS: tuple[type[Transport], ...] = (ShmTransport, IpcTransport, StagedTransport, GroupTransport)
+_OURS: tuple[type[Transport], ...] = (ShmTransport, IpcTransport, StagedTransport, NixlTransport, GroupTransport)
 
 
 @functools.cache
@@ -62,6 +63,25 @@ def installed(names: Collection[str], whose: str) -> list[Transport]:
     return [transport for name, transport in transports().items() if name in names]
 
 
+def considered(wanted: str) -> list[Transport]:
+    """Those that a setting asks for, the cheapest first."""
+    return [
+        transport
+        for transport in transports().values()
+        if wanted == transport.setting or (wanted == AUTO and transport.automatic)
+    ]
+
+
+def check_quiet() -> None:
+    """Make sure that nothing of a version that was given up may still land in this process's memory.
+
+    Raises:
+        TransferError: it may; says whose bytes those are, and what to do.
+    """
+    for transport in transports().values():
+        transport.check_quiet()
+
+
 def tidy() -> None:
     """Remove what members of this host that were killed have left."""
     for transport in transports().values():
@@ -69,12 +89,12 @@ def tidy() -> None:
 
 
 class Exports:
-    """One process's memory, made known in every way there is."""
+    """One process's memory, made known in every way that a setting asks for."""
 
-    def __init__(self, memory: Memory) -> None:
-        """Offer it; where it cannot be shared, the log says why, and weights come another way."""
+    def __init__(self, memory: Memory, wanted: str = AUTO) -> None:
+        """Offer it as ``AWEX_TRANSPORT`` wants it; where it cannot be shared, the log says why."""
         self._exports: dict[str, Export] = {}
-        for transport in transports().values():
+        for transport in considered(wanted):
             try:
                 export = transport.offer(memory)
             except TransferError as error:

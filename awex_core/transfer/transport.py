@@ -98,6 +98,11 @@ class Transport(ABC):
     collective: ClassVar[bool] = False
     """Whether all ranks of the trainer and all workers of an engine take part as soon as one pair uses it."""
 
+    @property
+    def automatic(self) -> bool:
+        """Whether ``auto`` considers it in this process; else it must be asked for."""
+        return True
+
     def why_not(self, writer: Process, worker: Process) -> str:
         """Why two processes cannot use it, as far as these facts go; empty if they may."""
         return "they are on two hosts" if self.reach == "host" and writer.host != worker.host else ""
@@ -126,6 +131,13 @@ class Transport(ABC):
 
     def check_held(self, accepted: Any, number: int, who: str) -> None:  # noqa: B027
         """For one-sided ones: raise ``TransferError`` unless a writer still holds version ``number``."""
+
+    def check_quiet(self) -> None:  # noqa: B027
+        """Make sure that nothing of a version that was given up may still land in this process's memory.
+
+        Raises:
+            TransferError: it may; says whose bytes those are, and what to do.
+        """
 
     def open_sender(self, end: End) -> Sender | None:  # noqa: B027
         """The writer's end; None for a one-sided one. What it began is gone when it raises."""

@@ -52,8 +52,8 @@ def beside_an_engine(meta: MetaServer, act: Callable[[FakeEngine], Awaitable[Non
     asyncio.run(run())
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    for _ in range(200):
+async def eventually(condition: Callable[[], bool], tries: int = 200) -> None:
+    for _ in range(tries):
         if condition():
             return
         await asyncio.sleep(0.05)

@@ -49,6 +49,7 @@ from awex_core.sync.exchange import Accept
 from awex_core.trace import cache
 from awex_core.transfer.group import GroupMeeting
 from awex_core.transfer.ipc import IpcEndpoint, IpcHandle
+from awex_core.transfer.nixl_peers import NixlBuffer, NixlEndpoint, PairOffer, WorkerHello
 from awex_core.transfer.shm import ShmEndpoint, why_unreadable
 from awex_core.transfer.shm_staged import RingAddress, attach_ring
 from awex_core.transfer.transport import read_value
@@ -206,6 +207,7 @@ def test_kept_traces(tmp_path: Path, body: bytes, whole: bool) -> None:
 
 # What members of a session leave for each other
 
+REMOTE = NixlBuffer(4096, 64, -1)
 SHARED = IpcHandle(b"h" * 66, 4096, 512, "/torch_7_8_9", 0, b"e" * 64, True)
 
 VALUE_TYPES: list[tuple[Any, bytes]] = [
@@ -214,10 +216,13 @@ VALUE_TYPES: list[tuple[Any, bytes]] = [
     (RingAddress, msgspec.msgpack.encode(RingAddress("/dev/shm/awex-1-2", 4096, 7))),
     (ShmEndpoint, msgspec.msgpack.encode(ShmEndpoint(7, [1, 2], 3, b"s" * 16, 4))),
     (IpcEndpoint, msgspec.msgpack.encode(IpcEndpoint(7, [SHARED, SHARED], SHARED, b"s" * 16))),
+    (NixlEndpoint, msgspec.msgpack.encode(NixlEndpoint(1, 7, "m", b"d", [REMOTE, REMOTE], 8, b"s" * 16))),
+    (PairOffer, msgspec.msgpack.encode(PairOffer(b"c" * 16, b"d", REMOTE, 4096))),
+    (WorkerHello, msgspec.msgpack.encode(WorkerHello(b"d", True))),
 ]
 
 
-@pytest.mark.parametrize(("kind", "valid"), VALUE_TYPES, ids=["accept", "group", "ring", "shm", "ipc"])
+@pytest.mark.parametrize(("kind", "valid"), VALUE_TYPES, ids=[kind.__name__ for kind, _ in VALUE_TYPES])
 @settings(fuzz, max_examples=max(MANY // 3, 20))
 @given(st.data())
 def test_values_of_sessions(kind: Any, valid: bytes, data: st.DataObject) -> None:

@@ -20,7 +20,7 @@ FULL = ROWS * COLS * 4
 WORLD = 2
 
 
-@pytest.fixture(params=["shm", "nccl"])
+@pytest.fixture(params=["shm", "nixl", "nccl"])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list[Child], list[Child]]]:
     """Writers and workers, up."""
     with ExitStack() as stack:

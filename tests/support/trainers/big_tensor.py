@@ -20,6 +20,7 @@ from awex_core.settings.config import SyncConfig
 from awex_core.sync.engine import TracedModel
 from awex_core.sync.reader import WeightReader
 from awex_core.sync.writer import WeightWriter
+from awex_core.transfer import nixl_agent
 from tests.support.processes.lines import answer_stream, serve_commands
 
 NAME = "matrix.weight"
@@ -73,6 +74,8 @@ def main() -> None:
     stream = answer_stream()
     role, (rank, world, rows, cols) = sys.argv[1], map(int, sys.argv[2:])
     config = SyncConfig.from_env()
+    if config.transport == "nixl":
+        nixl_agent.agent()  # the library itself takes 30 MiB, once, whatever is moved
     handlers = (writer if role == "writer" else worker)(rank, world, rows, cols, config)
     stream.write('{"ok": "up"}\n')
     serve_commands(stream, handlers)
