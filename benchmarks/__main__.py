@@ -7,12 +7,22 @@ import sys
 
 from rich.console import Console
 
-from benchmarks import bench_control, bench_memory, bench_meta, bench_plan, bench_publish, bench_trace, bench_transfer
+from benchmarks import (
+    bench_control,
+    bench_delta,
+    bench_memory,
+    bench_meta,
+    bench_plan,
+    bench_publish,
+    bench_trace,
+    bench_transfer,
+)
 from benchmarks.report import finish
 
 BENCHES = {
     "transfer_gloo": bench_transfer.gloo,
     "transfer_shm": bench_transfer.shm,
+    "delta": bench_delta.delta,
     "digest": bench_transfer.digest,
     "control": bench_control.control,
     "meta": bench_meta.announce,

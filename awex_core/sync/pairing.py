@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 def candidates(writer: Process, worker: Process, wanted: str) -> tuple[list[Transport], dict[str, str]]:
     """What may serve a pair as far as these facts go, the cheapest first; and why others may not, by name."""
-    asked = [transport for transport in transports().values() if wanted in (AUTO, transport.setting)]
+    asked = [each for each in transports().values() if wanted == each.setting or (wanted == AUTO and each.automatic)]
     left_out = {transport.name: transport.why_not(writer, worker) for transport in asked}
     able = [transport for transport in asked if not left_out[transport.name]]
     return able, {name: reason for name, reason in left_out.items() if reason}

@@ -16,11 +16,12 @@ from awex_core.transfer.ipc import IpcTransport
 from awex_core.transfer.settings import GROUP
 from awex_core.transfer.shm import ShmTransport
 from awex_core.transfer.shm_staged import StagedTransport
+from awex_core.transfer.tcp.transport import TcpTransport
 from awex_core.transfer.transport import Export, Transport
 
 logger = logging.getLogger(__name__)
 
-_OURS: tuple[type[Transport], ...] = (ShmTransport, IpcTransport, StagedTransport, GroupTransport)
+_OURS: tuple[type[Transport], ...] = (ShmTransport, IpcTransport, StagedTransport, GroupTransport, TcpTransport)
 
 
 @functools.cache

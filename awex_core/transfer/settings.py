@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 AUTO = "auto"
-"""Whatever serves a pair."""
+"""Whatever serves a pair, of those that may be taken without being asked for."""
 
-OURS = ("shm", "ipc", "nccl")
+OURS = ("shm", "ipc", "nccl", "tcp")
 
 GROUP = "awex.transports"
 """The entry points by which other packages bring theirs: each names a ``Transport`` that takes no arguments.

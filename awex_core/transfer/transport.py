@@ -16,8 +16,8 @@ packages are found by the entry point group ``awex.transports`` (``transfer.regi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
@@ -29,6 +29,7 @@ from awex_core.transfer.base import Deadline, Programs, Receiver, Sender
 
 if TYPE_CHECKING:
     from awex_core.meta.messages import Process, WorkerInfo, WriterInfo
+    from awex_core.settings.config import SyncConfig
 
 _Value = TypeVar("_Value")
 
@@ -81,6 +82,10 @@ class End:
     """The size of a staging bucket, which the two ends agree on."""
     exchange: Exchange
     deadline: Deadline
+    config: SyncConfig
+    """This process's settings."""
+    fleeting: Mapping[int, Collection[int]] = field(default_factory=dict)
+    """By the peer's rank: tensors (``CopyProgram.tensor``) that come into memory which is gone after each version."""
 
 
 class Transport(ABC):
@@ -95,6 +100,8 @@ class Transport(ABC):
     """How far the two processes may be apart."""
     one_sided: ClassVar[bool] = False
     """Whether the worker moves everything by itself: the writer need only keep its memory still."""
+    automatic: ClassVar[bool] = True
+    """Whether ``auto`` may take it; otherwise only who asks for it by its setting gets it."""
     collective: ClassVar[bool] = False
     """Whether all ranks of the trainer and all workers of an engine take part as soon as one pair uses it."""
 
