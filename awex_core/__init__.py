@@ -8,7 +8,7 @@ the trainer's shard into the engine's live parameter.
     trace       where an engine's own loader puts them, found by running it
     plan        WHO sends WHICH bytes to whom, proved complete; pure
     kernels     copy programs and digests on GPUs
-    transfer    MOVES bytes: shared memory, CUDA IPC, packed buckets over a process group
+    transfer    MOVES bytes: shared memory, CUDA IPC, packed buckets over a process group or connections
     verify      what was sent is what is there, however it is sharded, and is numbers
     checkpoint  what a Hugging Face checkpoint says about itself, and its weights into memory
     meta        WHO is there: the meta server, its store and its client

@@ -21,6 +21,8 @@ StartMode = Literal["closed", "open"]
 SnapshotMode = Literal["wait", "replace"]
 """What a newer version does with a snapshot that engines still need: wait, or replace it where none has begun."""
 
+DeltaMode = Literal["off", "auto"]
+"""Whether a writer rank keeps what an engine holds, and sends what has changed where that is quicker."""
 
 NonFiniteMode = Literal["allow", "warn", "refuse"]
 """What a trainer does with values that are not finite: publish them, say so once, or raise before anything moves."""

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from benchmarks import (
     bench_control,
+    bench_delta,
     bench_memory,
     bench_meta,
     bench_nixl,
@@ -23,6 +24,7 @@ BENCHES = {
     "transfer_gloo": bench_transfer.gloo,
     "transfer_shm": bench_transfer.shm,
     "transfer_nixl": bench_nixl.nixl,
+    "delta": bench_delta.delta,
     "digest": bench_transfer.digest,
     "control": bench_control.control,
     "meta": bench_meta.announce,

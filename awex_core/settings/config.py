@@ -10,8 +10,20 @@ from typing import Any
 from awex_core.errors import ConfigError
 from awex_core.meta.addresses import split_addresses
 from awex_core.meta.tls import Tls
-from awex_core.modes import NonFiniteMode, ReceiveMode, ShadowFallback, SnapshotMode, StartMode, VerifyMode
-from awex_core.settings.convert import CountOrZero, Nbytes, Seconds, SecondsOrZero, check, check_choice, read
+from awex_core.modes import DeltaMode, NonFiniteMode, ReceiveMode, ShadowFallback, SnapshotMode, StartMode, VerifyMode
+from awex_core.settings.convert import (
+    CountOrZero,
+    DeltaBase,
+    Nbytes,
+    Ports,
+    Positive,
+    RateOrZero,
+    Seconds,
+    SecondsOrZero,
+    check,
+    check_choice,
+    read,
+)
 from awex_core.settings.token import require_token
 from awex_core.settings.variables import check_names
 from awex_core.transfer.settings import AUTO, OURS, slow_allowed, transport_settings
@@ -33,6 +45,12 @@ VARIABLES = {
     "repair_checkpoint": "AWEX_REPAIR_CHECKPOINT",
     "start": "AWEX_START",
     "max_lag_s": "AWEX_MAX_LAG",
+    "tcp_ports": "AWEX_TCP_PORTS",
+    "tcp_rate": "AWEX_TCP_RATE",
+    "tcp_reconnect_s": "AWEX_TCP_RECONNECT",
+    "delta": "AWEX_DELTA",
+    "delta_whole_every": "AWEX_DELTA_WHOLE_EVERY",
+    "delta_base": "AWEX_DELTA_BASE",
 }
 """Each field's variable; ``token`` and ``tls`` are files' affairs."""
 
@@ -50,7 +68,7 @@ class SyncConfig:
     token: str = field(repr=False)
     job: str = "default"
     transport: str = "auto"
-    """``auto`` for the cheapest that serves each pair, else one by name: ``shm``, ``ipc``, ``nixl``, ``nccl``."""
+    """``auto`` for the cheapest that serves each pair, or one by name: ``shm``, ``ipc``, ``nixl``, ``nccl``, ``tcp``."""
     verify: VerifyMode = "full"
     verify_full_every: CountOrZero = 32
     """With ``sampled``, versions whose number is a multiple of this are verified in full; 0: none."""
@@ -79,6 +97,19 @@ class SyncConfig:
     """What an engine does that joins a job which has a version: serve only once it has caught up, or at once."""
     max_lag_s: SecondsOrZero = 0.0
     """How long an engine may serve on that is behind, or cannot know whether it is; 0: for ever."""
+
+    tcp_ports: Ports = "0-0"
+    """``tcp``: where a writer rank listens, first and last port; 0-0 lets the system choose."""
+    tcp_rate: RateOrZero = 0.0
+    """``tcp``: bytes per second that a process sends at most; 0 for no limit."""
+    tcp_reconnect_s: Seconds = 5.0
+    """``tcp``: how long a connection that broke has to be made anew, within the version's limit."""
+    delta: DeltaMode = "off"
+    """``tcp``: ``auto`` to send what has changed since the last version, where that is quicker; costs its memory."""
+    delta_whole_every: Positive = 64
+    """After so many versions one is sent whole."""
+    delta_base: DeltaBase = "host"
+    """Where a writer rank keeps what an engine holds: ``host`` memory, or ``disk:/FOLDER``."""
 
     def __post_init__(self) -> None:
         check(self)

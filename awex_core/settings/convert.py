@@ -22,6 +22,15 @@ SecondsOrZero: TypeAlias = Annotated[
 Nbytes: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=1 << 62, description="a number of bytes above 0")]
 CountOrZero: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=10**9, description="a count, or 0 for none")]
 Positive: TypeAlias = Annotated[int, msgspec.Meta(gt=0, lt=10**9, description="a count above 0")]
+RateOrZero: TypeAlias = Annotated[
+    float, msgspec.Meta(ge=0, le=1e15, description="a number of bytes per second, or 0 for no limit")
+]
+Ports: TypeAlias = Annotated[
+    str, msgspec.Meta(pattern=r"^\d{1,5}-\d{1,5}$", description="two ports and a hyphen, such as 29000-29099")
+]
+DeltaBase: TypeAlias = Annotated[
+    str, msgspec.Meta(pattern=r"^(host|disk:/.*)$", description="host, or disk: and the absolute path of a folder")
+]
 Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16, description="a port, or 0 for any")]
 
 _PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

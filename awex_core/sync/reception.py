@@ -49,6 +49,8 @@ class Reception:
         sync = going_on(view, self._member.info.engine, attempt.version, attempt.catch_up, "received")
         session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
         begun = time.perf_counter()
+        # Of the second buffer nobody else knows.
+        attempt.progress.kept = shadow is not None or self._ownership.state == "held"
         memory = shadow.memory if shadow is not None else self._begin()
         session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
         if shadow is None:
@@ -94,6 +96,7 @@ class Reception:
             raise ConfigError("there is no checkpoint to repair from, or no trainer has told which tensors there are")
         check_quiet()
         try:
+            self._connection.close()  # whoever sends next does not build on what it sent last
             memory = self._begin()
             load_checkpoint(Path(checkpoint), traced.layout, memory)
             write_constants(traced, memory)

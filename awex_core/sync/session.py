@@ -96,6 +96,8 @@ class _Pairs:
         self._transports, self._tensors, self._always = transports, tensors, always
         self._programs = programs
         self.all = self._grouped(programs)
+        self.fleeting = {peer: _places(tensors[peer], names) for peer, names in always.items()}
+        """By peer: tensors that come into memory which is gone after each version."""
         self._some: tuple[tuple[str, ...], dict[str, dict[int, CopyProgram]]] | None = None
 
     def _grouped(self, programs: dict[int, CopyProgram]) -> dict[str, dict[int, CopyProgram]]:
@@ -118,6 +120,10 @@ class _Pairs:
         """The tensors of some lanes of the digest, by peer; of a peer that is not named, none."""
         chosen = {peer: in_lanes(wanted, len(self._tensors[peer])) for peer, wanted in lanes.items()}
         return self._grouped({peer: take_tensors(self._programs[peer], some) for peer, some in chosen.items()})
+
+
+def _places(tensors: Sequence[CanonicalTensor], names: Collection[str]) -> frozenset[int]:
+    return frozenset(place for place, tensor in enumerate(tensors) if tensor.name in names)
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ class WriterSession:
 
     def _connect(self, opening: _Opening) -> None:
         try:
-            for transport, end in opening.ends(self._pairs.all):
+            for transport, end in opening.ends(self._pairs):
                 sender = transport.open_sender(end)
                 if sender is not None:
                     self._senders[transport.name] = sender
@@ -285,7 +291,7 @@ class ReaderSession:
 
     def _connect(self, opening: _Opening) -> None:
         try:
-            for transport, end in opening.ends(self._pairs.all):
+            for transport, end in opening.ends(self._pairs):
                 accepted = self._accepted.get(transport.name, {})
                 self._receivers[transport.name] = transport.open_receiver(end, accepted)
         except BaseException:
@@ -364,8 +370,8 @@ class _Opening:
     context: SyncContext[MetaClient]
     deadline: Deadline
 
-    def ends(self, programs: Mapping[str, Programs]) -> list[tuple[Transport, End]]:
-        """This rank's ends, in the order in which every member opens its own; ``programs`` by transport.
+    def ends(self, pairs: _Pairs) -> list[tuple[Transport, End]]:
+        """This rank's ends, in the order in which every member opens its own.
 
         Raises:
             ConfigError: one is not installed here, or is not the one that was asked for.
@@ -379,10 +385,10 @@ class _Opening:
                 f"transport {wanted!r} is asked for here, but engine {engine} uses "
                 f"{', '.join(map(repr, others))}; set the same AWEX_TRANSPORT on both sides"
             )
-        mine = [transport for transport in used if transport.collective or programs.get(transport.name)]
-        return [(transport, self._end(programs.get(transport.name, {}))) for transport in mine]
+        mine = [transport for transport in used if transport.collective or pairs.all.get(transport.name)]
+        return [(transport, self._end(pairs.all.get(transport.name, {}), pairs)) for transport in mine]
 
-    def _end(self, programs: Programs) -> End:
+    def _end(self, programs: Programs, pairs: _Pairs) -> End:
         return End(
             rank=self.rank,
             writers=self.members.writers,
@@ -392,4 +398,6 @@ class _Opening:
             bucket_nbytes=min(accept.bucket_nbytes for accept in self.accepts),
             exchange=SessionExchange(self.context.client, self.members.key),
             deadline=self.deadline,
+            config=self.context.config,
+            fleeting=pairs.fleeting,
         )

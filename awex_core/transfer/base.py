@@ -88,12 +88,16 @@ class Progress:
 
     ``damaged`` is what failed its checksum at the receiver. Whether or not such bytes have been put in place,
     the version may be used only once these tensors have been received again.
+
+    ``kept`` is said by who receives, before: the memory holds all that ``receive`` has brought there, since nobody else
+    has written to it, and nothing that came was wrong.
     """
 
     nbytes: int = 0
     peak_staging: int = 0
     by_transport: dict[str, int] = field(default_factory=dict)
     damaged: list[Damage] = field(default_factory=list)
+    kept: bool = False
 
     def moved(self, transport: str, nbytes: int) -> None:
         """Count bytes that have arrived at (or left for) their destination."""

@@ -28,7 +28,8 @@ from awex_core.errors import TransferError, first_line
 from awex_core.transfer.base import Deadline
 
 SECRET_NBYTES = 32
-_NONCE_NBYTES = _MAC_NBYTES = 32
+NONCE_NBYTES = MAC_NBYTES = 32
+_PURPOSE = b"awex transfer group "
 
 
 class Link(Protocol):
@@ -44,6 +45,19 @@ class Link(Protocol):
 def draw_secret() -> bytes:
     """A new secret, for one group."""
     return secrets.token_bytes(SECRET_NBYTES)
+
+
+def member_mac(
+    secret: bytes, purpose: bytes, role: Literal["writer", "worker"], ranks: tuple[int, int], nonces: bytes
+) -> bytes:
+    """What only who knows ``secret`` can say, of this writer rank and worker and for these nonces alone."""
+    said = purpose + role.encode() + struct.pack("<QQ", *ranks) + nonces
+    return hmac.new(secret, said, hashlib.sha256).digest()
+
+
+def same_mac(said: bytes, expected: bytes) -> bool:
+    """Whether a MAC is the one expected; takes as long whatever is said."""
+    return hmac.compare_digest(said, expected)
 
 
 def authenticate_members(link: Link, secret: bytes, rank: int, writers: int, workers: int, deadline: Deadline) -> None:
@@ -84,25 +98,24 @@ class _Pair:
     deadline: Deadline
 
     def answer_worker(self) -> None:
-        ours = secrets.token_bytes(_NONCE_NBYTES)
+        ours = secrets.token_bytes(NONCE_NBYTES)
         self._send(ours)
-        answer = self._receive(_NONCE_NBYTES + _MAC_NBYTES)
-        theirs, mac = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
+        answer = self._receive(NONCE_NBYTES + MAC_NBYTES)
+        theirs, mac = answer[:NONCE_NBYTES], answer[NONCE_NBYTES:]
         self._check(mac, self._mac("worker", ours + theirs))
         self._send(self._mac("writer", ours + theirs))
 
     def answer_writer(self) -> None:
-        theirs = self._receive(_NONCE_NBYTES)
-        ours = secrets.token_bytes(_NONCE_NBYTES)
+        theirs = self._receive(NONCE_NBYTES)
+        ours = secrets.token_bytes(NONCE_NBYTES)
         self._send(ours + self._mac("worker", theirs + ours))
-        self._check(self._receive(_MAC_NBYTES), self._mac("writer", theirs + ours))
+        self._check(self._receive(MAC_NBYTES), self._mac("writer", theirs + ours))
 
     def _mac(self, role: Literal["writer", "worker"], nonces: bytes) -> bytes:
-        said = b"awex transfer group " + role.encode() + struct.pack("<QQ", *self.ranks) + nonces
-        return hmac.new(self.secret, said, hashlib.sha256).digest()
+        return member_mac(self.secret, _PURPOSE, role, self.ranks, nonces)
 
     def _check(self, mac: bytes, expected: bytes) -> None:
-        if not hmac.compare_digest(mac, expected):
+        if not same_mac(mac, expected):
             raise TransferError(
                 f"{self.peer.name} does not know the secret of the transfer group, so it is not who the meta server "
                 "told us of; no weight was moved. Look for a stranger on this network"

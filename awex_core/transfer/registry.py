@@ -17,11 +17,19 @@ from awex_core.transfer.nixl import NixlTransport
 from awex_core.transfer.settings import AUTO, GROUP
 from awex_core.transfer.shm import ShmTransport
 from awex_core.transfer.shm_staged import StagedTransport
+from awex_core.transfer.tcp.transport import TcpTransport
 from awex_core.transfer.transport import Export, Transport
 
 logger = logging.getLogger(__name__)
 
-_OURS: tuple[type[Transport], ...] = (ShmTransport, IpcTransport, StagedTransport, NixlTransport, GroupTransport)
+_OURS: tuple[type[Transport], ...] = (
+    ShmTransport,
+    IpcTransport,
+    StagedTransport,
+    NixlTransport,
+    GroupTransport,
+    TcpTransport,
+)
 
 
 @functools.cache

@@ -8,9 +8,9 @@ from importlib.metadata import entry_points
 from awex_core.errors import ConfigError
 
 AUTO = "auto"
-"""Whatever serves a pair."""
+"""Whatever serves a pair, of those that may be taken without being asked for."""
 
-OURS = ("shm", "ipc", "nixl", "nccl")
+OURS = ("shm", "ipc", "nixl", "nccl", "tcp")
 
 GROUP = "awex.transports"
 """The entry points by which other packages bring theirs: each names a ``Transport`` that takes no arguments.

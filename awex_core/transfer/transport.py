@@ -16,8 +16,8 @@ packages are found by the entry point group ``awex.transports`` (``transfer.regi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
@@ -29,6 +29,7 @@ from awex_core.transfer.base import Deadline, Programs, Receiver, Sender
 
 if TYPE_CHECKING:
     from awex_core.meta.messages import Process, WorkerInfo, WriterInfo
+    from awex_core.settings.config import SyncConfig
 
 _Value = TypeVar("_Value")
 
@@ -81,6 +82,10 @@ class End:
     """The size of a staging bucket, which the two ends agree on."""
     exchange: Exchange
     deadline: Deadline
+    config: SyncConfig
+    """This process's settings."""
+    fleeting: Mapping[int, Collection[int]] = field(default_factory=dict)
+    """By the peer's rank: tensors (``CopyProgram.tensor``) that come into memory which is gone after each version."""
 
 
 class Transport(ABC):

@@ -115,7 +115,7 @@ def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
 
 
 def test_a_transport_of_another_package_is_found(entry_point: Any) -> None:
-    with pytest.raises(ConfigError, match="transport must be one of auto, shm, ipc, nixl, nccl; got 'toy'"):
+    with pytest.raises(ConfigError, match="transport must be one of auto, shm, ipc, nixl, nccl, tcp; got 'toy'"):
         SyncConfig(meta_server="127.0.0.1:1", token="t", transport="toy")
     entry_point("toy", "toy_of_others:Toy")
     assert SyncConfig(meta_server="127.0.0.1:1", token="t", transport="toy").transport == "toy"

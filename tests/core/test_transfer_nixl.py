@@ -21,6 +21,7 @@ from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.meta.messages import Process, WorkerInfo, WriterInfo
 from awex_core.plan import CopyProgram
+from awex_core.settings.config import SyncConfig
 from awex_core.testing.strategies import Case
 from awex_core.testing.transport import (
     _ENDS,
@@ -42,6 +43,7 @@ from awex_core.transfer.nixl_receiver import WINDOW, Window, _Receiving
 from awex_core.transfer.transport import End, Export
 from tests.rules.tree import ROOT
 
+CONFIG = SyncConfig("127.0.0.1:1", "token")
 CPU = torch.device("cpu")
 EXPORTS: list[Export] = []
 
@@ -67,7 +69,7 @@ def end_of(meeting: Meeting, rank: int, programs: dict[int, CopyProgram], deadli
     writers = [WriterInfo(r, meeting.writers, "run", process, "L", {}, "M") for r in range(meeting.writers)]
     workers = [WorkerInfo("e", r, meeting.workers, process, True) for r in range(meeting.workers)]
     exchange = MeetingExchange(meeting)
-    return End(rank, writers, workers, programs, CPU, meeting.bucket_nbytes, exchange, deadline)
+    return End(rank, writers, workers, programs, CPU, meeting.bucket_nbytes, exchange, deadline, CONFIG)
 
 
 class NixlWiring:
