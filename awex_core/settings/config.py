@@ -68,7 +68,7 @@ class SyncConfig:
     token: str = field(repr=False)
     job: str = "default"
     transport: str = "auto"
-    """``auto`` for the cheapest that serves each pair, or one by name: ``shm``, ``ipc``, ``nixl``, ``nccl``, ``tcp``."""
+    """``auto`` for the cheapest that serves each pair, or by name: ``shm``, ``ipc``, ``nixl``, ``nccl``, ``tcp``."""
     verify: VerifyMode = "full"
     verify_full_every: CountOrZero = 32
     """With ``sampled``, versions whose number is a multiple of this are verified in full; 0: none."""
