@@ -32,7 +32,8 @@ def changed(new: Bytes, old: Bytes, unit: int) -> Positions | None:
         return None
     each = _WORD // unit
     within = np.flatnonzero((mine[words] ^ theirs[words]).view(UNSIGNED[unit]))
-    positions = words[within // each] * each + within % each
+    step = each.bit_length() - 1  # of two's powers, for dividing is slow
+    positions = (words[within >> step] << step) + (within & (each - 1))
     rest = np.flatnonzero(new[whole:].view(UNSIGNED[unit]) != old[whole:].view(UNSIGNED[unit]))
     return np.concatenate([positions, rest + len(mine) * each]) if len(rest) else positions
 
