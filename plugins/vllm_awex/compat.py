@@ -624,6 +624,13 @@ def utility_name(kind: Any, request: Any) -> str:
     return str(request[2]) if kind == EngineCoreRequestType.UTILITY else ""
 
 
+def generates(kind: Any) -> bool:
+    """Whether a client's message to the core is a request to generate."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    return bool(kind == EngineCoreRequestType.ADD)
+
+
 def answer_failed(core: Any, request: Any, message: str) -> None:
     """Answer a client's request with an error."""
     from vllm.v1.engine import EngineCoreOutputs, UtilityOutput

@@ -49,6 +49,8 @@ class CoreGuard:
         self._held = False
         """Paused by us; ``_found`` is what the user wants meanwhile."""
         self._updating = False
+        self._failed = False
+        """All requests were ended, and no weights have come since that they could be answered with."""
         self._found: Any = None
         self._stashed: list[Any] = []
         self._waiting: list[tuple[Any, Any]] = []
@@ -80,6 +82,8 @@ class CoreGuard:
             self._bracket(name, lambda: self._dispatch(kind, request))
         else:
             self._dispatch(kind, request)
+            if self._failed and compat.generates(kind):  # it was on its way when the others were ended
+                self._end_requests()
 
     def _checked(self, collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
         def call(method: Any, *rest: Any, **options: Any) -> Any:
@@ -181,6 +185,7 @@ class CoreGuard:
         """Pause for a version; answers why not if a call of the engine's own came between."""
         if self.weights == "released" or self._interrupted:
             return self.reason or f"{self._interrupted} came between"
+        self._failed = False
         if not self._held:
             self._held, self._found = True, compat.pause_state(self._core)
             # A pause of the user's that still waits for requests to end goes on waiting after ours.
@@ -190,6 +195,7 @@ class CoreGuard:
         return _then(result, "") if isinstance(result, Future) else ""
 
     def _do_show(self, version: str) -> None:
+        self._failed = False
         compat.set_core_weight_version(self._core, version)
 
     def _do_resume(self) -> None:
@@ -206,11 +212,16 @@ class CoreGuard:
     def _do_fail(self) -> Any:
         """The weights are torn: end all requests, and compute nothing until there are others."""
         self._hold()
+        self._failed = True
         compat.set_core_weight_version(self._core, UNKNOWN)
-        result = self._pause("abort", True)
-        compat.set_paused_all(self._core)
+        result = self._end_requests()
         self._end_update()
         return _then(result, None) if isinstance(result, Future) else None
+
+    def _end_requests(self) -> Any:
+        result = self._pause("abort", True)
+        compat.set_paused_all(self._core)
+        return result
 
     def _end_update(self) -> None:
         """What came meanwhile is done now, in its order."""

@@ -362,7 +362,7 @@ def test_weights_that_are_not_what_was_said_are_followed_by_no_later_call_either
     collector = ShardCollector()
     collector.add(UP, (4,), (0,), torch.ones(4))
     layout, memory = collector.build()
-    weights = PublishedWeights(layout, memory, None)
+    weights = PublishedWeights(layout, memory, None, "auto")
     if snapshot:
         weights.detach()
     offer, moved = weights.offer, Memory((torch.zeros(3, dtype=torch.uint8),))

@@ -24,14 +24,8 @@ PROMPT = list(b"Nothing computed from older weights may be read again once new o
 
 
 def test_dummy_weights_are_not_served_and_kept_kv_goes_on(
-    folder: Path,
-    meta: MetaServerProcess,
-    stack: ExitStack,
-    start_trainer: StartTrainer,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, meta: MetaServerProcess, stack: ExitStack, start_trainer: StartTrainer
 ) -> None:
-    """And weights come over nixl, Megatron's ranks to vLLM's workers."""
-    monkeypatch.setenv("AWEX_TRANSPORT", "nixl")
     model = make_model(folder / "model", "qwen3", dtype="bfloat16", seed=99)
     extra = ["--load-format", "dummy", "--weight-sync-kv", "keep", "--no-enable-prefix-caching"]
     reference = stack.enter_context(closing(Reference(model, folder / "reference", tp=2, dtype="bfloat16")))
