@@ -32,28 +32,12 @@ from awex_core.transfer.tcp.receiver import TcpReceiver
 from awex_core.transfer.tcp.sender import TcpSender
 from awex_core.transfer.tcp.settings import TcpSettings
 from awex_core.transfer.tcp.transport import TcpTransport
-from awex_core.transfer.transport import End
 from tests.support.meta.authority import Authority
-from tests.support.processes.tcp_pair import CONFIG, HOST, LocalPair, Proxy, Table, make_end
+from tests.support.processes.ends import end_at
+from tests.support.processes.tcp_pair import CONFIG, HOST, LocalPair, Proxy, Table
 
 FIRST_CAST_NBYTES = 8 << 20
 """What torch takes, once, for the first cast in a thread; frames are made in one for each pair."""
-
-
-class Folder:
-    """``Exchange`` through the folder of a meeting."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-
-    def put(self, name: str, value: bytes) -> None:
-        self._meeting.put(name.replace("/", "-"), value)
-
-    def get(self, name: str, what: str, deadline: Deadline) -> bytes:
-        return self._meeting.get(name.replace("/", "-"), deadline)
-
-    def check_going_on(self, what: str) -> None:
-        """It does."""
 
 
 class TcpWiring:
@@ -63,16 +47,12 @@ class TcpWiring:
     def sender(
         self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
     ) -> TcpSender:
-        return TcpTransport().open_sender(self._end(meeting, rank, programs, deadline))
+        return TcpTransport().open_sender(end_at(meeting, rank, programs, deadline, CONFIG))
 
     def receiver(
         self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
     ) -> TcpReceiver:
-        return TcpTransport().open_receiver(self._end(meeting, rank, programs, deadline), {})
-
-    def _end(self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], deadline: Deadline) -> End:
-        ranks = meeting.writers, meeting.workers
-        return make_end(Folder(meeting), rank, programs, deadline, ranks=ranks, bucket_nbytes=meeting.bucket_nbytes)
+        return TcpTransport().open_receiver(end_at(meeting, rank, programs, deadline, CONFIG), {})
 
     def staging_nbytes(self, bucket_nbytes: int, pairs: int) -> int:
         return (max(bucket_nbytes, 2 * frame_limit(bucket_nbytes)) + FIRST_CAST_NBYTES) * pairs

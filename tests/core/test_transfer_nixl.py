@@ -19,7 +19,7 @@ import torch
 
 from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
-from awex_core.meta.messages import Process, WorkerInfo, WriterInfo
+from awex_core.meta.messages import Process
 from awex_core.plan import CopyProgram
 from awex_core.settings.config import SyncConfig
 from awex_core.testing.strategies import Case
@@ -40,36 +40,13 @@ from awex_core.transfer.nixl_channel import SLOTS
 from awex_core.transfer.nixl_packed import PackedLot
 from awex_core.transfer.nixl_peers import Remote
 from awex_core.transfer.nixl_receiver import WINDOW, Window, _Receiving
-from awex_core.transfer.transport import End, Export
+from awex_core.transfer.transport import Export
 from tests.rules.tree import ROOT
+from tests.support.processes.ends import end_at
 
 CONFIG = SyncConfig("127.0.0.1:1", "token")
 CPU = torch.device("cpu")
 EXPORTS: list[Export] = []
-
-
-class MeetingExchange:
-    """``Exchange`` through the folder of a test."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-
-    def put(self, name: str, value: bytes) -> None:
-        self._meeting.put(name.replace("/", "-"), value)
-
-    def get(self, name: str, what: str, deadline: Deadline) -> bytes:
-        return self._meeting.get(name.replace("/", "-"), deadline)
-
-    def check_going_on(self, what: str) -> None:
-        pass
-
-
-def end_of(meeting: Meeting, rank: int, programs: dict[int, CopyProgram], deadline: Deadline) -> End:
-    process = Process(incarnation="i", host="h", pid=1)
-    writers = [WriterInfo(r, meeting.writers, "run", process, "L", {}, "M") for r in range(meeting.writers)]
-    workers = [WorkerInfo("e", r, meeting.workers, process, True) for r in range(meeting.workers)]
-    exchange = MeetingExchange(meeting)
-    return End(rank, writers, workers, programs, CPU, meeting.bucket_nbytes, exchange, deadline, CONFIG)
 
 
 class NixlWiring:
@@ -87,7 +64,7 @@ class NixlWiring:
         assert export is not None
         EXPORTS[:] = [export]
         meeting.put(f"endpoint-{rank}", msgspec.msgpack.encode(export.endpoint))
-        return NixlTransport().open_sender(end_of(meeting, rank, programs, deadline))
+        return NixlTransport().open_sender(end_at(meeting, rank, programs, deadline, CONFIG))
 
     def receiver(
         self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
@@ -97,7 +74,7 @@ class NixlWiring:
             peer: NixlTransport().accept(meeting.get(f"endpoint-{peer}", deadline), f"writer rank {peer}", CPU)
             for peer in programs
         }
-        return NixlTransport().open_receiver(end_of(meeting, rank, programs, deadline), accepted)
+        return NixlTransport().open_receiver(end_at(meeting, rank, programs, deadline, CONFIG), accepted)
 
     def staging_nbytes(self, bucket_nbytes: int, pairs: int) -> int:
         return SLOTS * bucket_nbytes * pairs

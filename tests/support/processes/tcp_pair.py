@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
-from awex_core.meta.messages import Process, WorkerInfo, WriterInfo
 from awex_core.numerics.casts import cast
 from awex_core.plan import CopyProgram
 from awex_core.settings.config import SyncConfig
@@ -24,32 +22,13 @@ from awex_core.transfer.tcp.greeting import TcpMeeting
 from awex_core.transfer.tcp.receiver import TcpReceiver
 from awex_core.transfer.tcp.sender import TcpSender
 from awex_core.transfer.tcp.transport import TcpTransport
-from awex_core.transfer.transport import End, Exchange
+from awex_core.transfer.transport import End
 from awex_core.transfer.views import descriptor_view
+from tests.support.processes.ends import make_end
 
 CONFIG = SyncConfig("127.0.0.1:1", "t", transport="tcp")
 HOST = "127.0.0.1"
 LIMIT_S = 30.0
-
-
-def make_end(
-    exchange: Exchange,
-    rank: int,
-    programs: Mapping[int, CopyProgram],
-    deadline: Deadline,
-    *,
-    ranks: tuple[int, int] = (1, 1),
-    bucket_nbytes: int = 1 << 20,
-    config: SyncConfig = CONFIG,
-    fleeting: Mapping[int, frozenset[int]] | None = None,
-    stays: bool = True,
-) -> End:
-    """One end of a session of so many writer ranks and workers on this host."""
-    process = Process(incarnation="i", host="here", pid=1)
-    writers = [WriterInfo(r, ranks[0], "run", process, "L", {}, "M", stays=stays) for r in range(ranks[0])]
-    workers = [WorkerInfo("e", r, ranks[1], process, controlled=True) for r in range(ranks[1])]
-    cpu = torch.device("cpu")
-    return End(rank, writers, workers, programs, cpu, bucket_nbytes, exchange, deadline, config, fleeting or {})
 
 
 class Table:
