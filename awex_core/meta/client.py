@@ -22,6 +22,7 @@ from awex_core.meta.connection import FIRST_BACKOFF_S, REPLY_S, Backoff, Connect
 from awex_core.meta.messages import (
     MAX_BLOBS,
     Announce,
+    Announced,
     AskCatchUp,
     Blobs,
     EngineOutcome,
@@ -171,12 +172,17 @@ class MetaClient:
     def _ask_view(
         self, held: JobView | None, since: int, wait_s: float, limit_s: float | None, *, once: bool
     ) -> JobView:
-        source, roster = (held.source, held.revision) if held is not None else ("", 0)
-        asked = Watch(since=since, wait_s=wait_s, role=self.role, engine=self.engine, source=source, roster=roster)
+        asked = self._question(held, since, wait_s)
         return self._post(asked, JobView, limit_s=limit_s, wait_s=wait_s, once=once)
 
-    def wait_for(self, predicate: Callable[[JobView], T | None], *, timeout_s: float, what: str) -> T:
-        """The first value other than None that ``predicate`` makes of the job.
+    def _question(self, held: JobView | None, since: int, wait_s: float) -> Watch:
+        source, roster = (held.source, held.revision) if held is not None else ("", 0)
+        return Watch(since=since, wait_s=wait_s, role=self.role, engine=self.engine, source=source, roster=roster)
+
+    def wait_for(
+        self, predicate: Callable[[JobView], T | None], *, timeout_s: float, what: str, seen: JobView | None = None
+    ) -> T:
+        """The first value other than None that ``predicate`` makes of the job, beginning with a view that was ``seen``.
 
         Survives restarts of the server. What the predicate raises passes through.
 
@@ -185,7 +191,9 @@ class MetaClient:
             Unreachable: when the server was silent at that time.
         """
         end = time.monotonic() + timeout_s
-        view: JobView | None = None
+        view = seen
+        if seen is not None and (found := predicate(seen)) is not None:
+            return found
         pause, trouble = Backoff(), ""
         while True:
             try:
@@ -230,7 +238,7 @@ class MetaClient:
     def put_blob(self, data: bytes) -> str:
         """Keep ``data`` on the server and return its hash; nothing is sent when it is there already."""
         name = content_hash(data)
-        if self._connection.send("HEAD", self._blob(name), missing_ok=True).status_code != 200:
+        if self._connection.send("HEAD", self._blob(name), missing_ok=True).status != 200:
             self._connection.send("PUT", self._blob(name), content=data)
         return name
 
@@ -244,7 +252,7 @@ class MetaClient:
         end = time.monotonic() + wait_s
         while True:
             try:
-                data = self._connection.send("GET", self._blob(name)).content
+                data = self._connection.send("GET", self._blob(name)).data
                 break
             except Refused as refused:
                 if refused.code != "unknown" or time.monotonic() > end:
@@ -293,7 +301,7 @@ class MetaClient:
         response = self._connection.send(
             "POST", self._path + path, content=body, limit_s=limit_s, wait_s=wait_s, headers=headers, once=once
         )
-        return _decode(response.content, reply, msgspec.msgpack.decode)
+        return _decode(response.data, reply, msgspec.msgpack.decode)
 
 
 class ObserverClient(MetaClient):
@@ -301,12 +309,12 @@ class ObserverClient(MetaClient):
 
     def status(self) -> JobStatus:
         """What people are shown: the view, and the run that is still forming."""
-        return _decode(self._connection.send("GET", self._path).content, JobStatus, msgspec.json.decode)
+        return _decode(self._connection.send("GET", self._path).data, JobStatus, msgspec.json.decode)
 
     def jobs(self, *, timeout_s: float) -> dict[str, list[str]]:
         """The live engines of every job that the server serves at present."""
         response = self._connection.send("GET", _JOBS, limit_s=timeout_s)
-        return _decode(response.content, JobList, msgspec.json.decode).jobs
+        return _decode(response.data, JobList, msgspec.json.decode).jobs
 
 
 class SenderClient(MetaClient):
@@ -347,8 +355,12 @@ class WriterClient(SenderClient, ObserverClient):
         base: Version = INITIAL,
         whole_because: str = "",
         quorum: int | None = None,
-    ) -> None:
-        """This writer rank has reached version ``number``; the outcome comes through ``wait_for``."""
+    ) -> JobView | None:
+        """This writer rank has reached version ``number``.
+
+        Returns the job from then on, for ``wait_for`` to begin with; None from a server of an earlier release.
+        """
+        held = self._held
         message = Announce(
             incarnation=incarnation,
             number=number,
@@ -358,9 +370,13 @@ class WriterClient(SenderClient, ObserverClient):
             base=base,
             whole_because=whole_because,
             quorum=-1 if quorum is None else quorum,
+            watch=self._question(held, 0, 0.0),
         )
         # A version may be done before a lost reply is asked for again: the key tells a repeat from a second one.
-        self._post(message, Ok, headers={"idempotency-key": uuid.uuid4().hex})
+        view = self._post(message, Announced, headers={"idempotency-key": uuid.uuid4().hex}).view
+        view = fill_in(view, held) if view is not None else None
+        self._held = view or self._held
+        return view
 
     def give_up(self, incarnation: str, number: int, reason: str, *, timeout_s: float) -> None:
         """This writer rank cannot publish ``number``: the version ends for those who wait for it."""
@@ -444,10 +460,18 @@ class ControllerClient(MetaClient):
         *,
         reason: str = "",
         figures: Mapping[str, float] | None = None,
+        live: bool = False,
+        serves: Version = INITIAL,
     ) -> ReportReply:
-        """A controller's word on its engine. Commit only what the reply accepts."""
+        """A controller's word on its engine, see ``ReportEngine``. Commit only what the reply accepts."""
         message = ReportEngine(
-            incarnation=incarnation, version=version, outcome=outcome, reason=reason, figures=dict(figures or {})
+            incarnation=incarnation,
+            version=version,
+            outcome=outcome,
+            reason=reason,
+            figures=dict(figures or {}),
+            live=live,
+            serves=serves,
         )
         return self._post(message, ReportReply)
 

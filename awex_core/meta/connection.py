@@ -7,8 +7,9 @@ import ssl
 import time
 from http import HTTPStatus
 
-import httpx
 import msgspec
+import urllib3
+from urllib3.exceptions import ClosedPoolError, HTTPError, NewConnectionError, ProtocolError, TimeoutError
 
 from awex_core.errors import Fenced, Incompatible, MetaServerError, Refused, Unauthorized, Unreachable
 from awex_core.meta.addresses import split_addresses
@@ -24,6 +25,9 @@ REPLY_S = 10.0
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 
+_KEPT = 64
+"""Idle connections to one server, at most: there are as many as threads that ask at once."""
+
 
 class Connection:
     """To one server, or to several that share a store: when one does not answer, the next one is asked."""
@@ -34,16 +38,17 @@ class Connection:
         self._asked = 0
         """Which of them is asked."""
         self._timeout_s, self._tls = timeout_s, tls
-        self._http = httpx.Client(
-            verify=tls.client_context() if tls else False,
-            headers={"authorization": f"Bearer {token}", HEADER: OURS.header},
-            # A proxy in the environment is meant for the internet, not for the cluster.
-            trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=30),
-        )
+        self._headers = {"authorization": f"Bearer {token}", HEADER: OURS.header}
+        # Not through a proxy: one in the environment is meant for the internet, not for the cluster.
+        secure = {"ssl_context": tls.client_context()} if tls else {}
+        self._pools = [
+            urllib3.connection_from_url(f"{'https' if tls else 'http'}://{each}", maxsize=_KEPT, **secure)
+            for each in self._addresses
+        ]
 
     def close(self) -> None:
-        self._http.close()
+        for pool in self._pools:
+            pool.close()
 
     def send(
         self,
@@ -56,33 +61,34 @@ class Connection:
         headers: dict[str, str] | None = None,
         once: bool = False,
         missing_ok: bool = False,
-    ) -> httpx.Response:
+    ) -> urllib3.BaseHTTPResponse:
         """Send until there is an answer or ``limit_s`` is over; the server may hold it back for ``wait_s`` of that."""
         limit_s = self._timeout_s + wait_s if limit_s is None else limit_s
         end = time.monotonic() + limit_s
         pause, tried = Backoff(), 0
         put_off: MetaServerError | None = None
-        trouble: httpx.TransportError | None = None
+        trouble: HTTPError | None = None
+        headers = {**self._headers, **(headers or {})}
         while True:
             asked = self._asked
             left = max(end - time.monotonic(), 0.001)
-            timeout = httpx.Timeout(min(left, wait_s + REPLY_S), connect=min(left, CONNECT_S))
+            timeout = urllib3.Timeout(connect=min(left, CONNECT_S), read=min(left, wait_s + REPLY_S))
             try:
-                response = self._http.request(
-                    method, self._url(asked) + path, content=content, headers=headers, timeout=timeout
+                response = self._pools[asked].urlopen(
+                    method, path, body=content, headers=headers, timeout=timeout, retries=False, redirect=False
                 )
-            except httpx.TransportError as error:
+            except HTTPError as error:
                 self._turn_from(asked)
                 tried += 1
                 # The last attempt may have had no time: what was met before that tells more.
-                if trouble is None or left > CONNECT_S or not isinstance(error, httpx.TimeoutException):
+                if trouble is None or left > CONNECT_S or not _timed_out(error):
                     trouble = error
                 if once or _is_final(error) or not self._again(tried, pause, end):
                     raise put_off or Unreachable(self._silence(asked, limit_s, trouble)) from trouble
                 continue
-            if response.is_success or (missing_ok and response.status_code == 404):
+            if response.status < 300 or (missing_ok and response.status == HTTPStatus.NOT_FOUND):
                 return _understood(response, self._addresses[asked])
-            put_off = _refusal(response, self._addresses[asked])
+            put_off = _refusal(response, self._addresses[asked], method, path)
             code = put_off.code if isinstance(put_off, Refused) else ""
             if code == "unavailable":
                 self._turn_from(asked)
@@ -96,9 +102,6 @@ class Connection:
             if not again:
                 raise put_off
 
-    def _url(self, asked: int) -> str:
-        return f"{'https' if self._tls else 'http'}://{self._addresses[asked]}"
-
     def _turn_from(self, asked: int) -> None:
         """Ask the next server from now on, unless another thread has turned away already."""
         if self._asked == asked:
@@ -110,7 +113,7 @@ class Connection:
             return time.monotonic() < end
         return pause.sleep(end)
 
-    def _silence(self, asked: int, limit_s: float, error: httpx.TransportError) -> str:
+    def _silence(self, asked: int, limit_s: float, error: HTTPError) -> str:
         silence = (
             f"meta server {self._addresses[asked]} did not answer within {limit_s:g} s ({_cause(error)});"
             " check --weight-sync-meta-server, and that `awex meta-server` runs there and is reachable"
@@ -122,7 +125,7 @@ class Connection:
             )
         if self._tls is not None:
             return f"{silence}, by TLS, with a certificate for this address that {self._tls.ca} has signed"
-        if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        if isinstance(error, ProtocolError):
             return f"{silence}; if it wants TLS, set {', '.join(VARIABLES.values())}"
         return silence
 
@@ -144,7 +147,7 @@ class Backoff:
         return True
 
 
-def _understood(response: httpx.Response, address: str) -> httpx.Response:
+def _understood(response: urllib3.BaseHTTPResponse, address: str) -> urllib3.BaseHTTPResponse:
     """The answer of a server that speaks our protocol."""
     apart = why_apart(response.headers.get(HEADER, ""), f"meta server {address}")
     if apart:
@@ -152,17 +155,17 @@ def _understood(response: httpx.Response, address: str) -> httpx.Response:
     return response
 
 
-def _refusal(response: httpx.Response, address: str) -> MetaServerError:
+def _refusal(response: urllib3.BaseHTTPResponse, address: str, method: str, path: str) -> MetaServerError:
     """The exception for an answer that is not a success."""
-    if response.request.method == "HEAD" and response.status_code == HTTPStatus.UNAUTHORIZED:
+    if method == "HEAD" and response.status == HTTPStatus.UNAUTHORIZED:
         # The answer to a HEAD request has no body that could say so.
         return _unauthorized(address, f"wrong bearer token; {TOKEN_REMEDY}")
     try:
-        reply = msgspec.msgpack.decode(response.content, type=ErrorReply)
+        reply = msgspec.msgpack.decode(response.data, type=ErrorReply)
     except (msgspec.DecodeError, RecursionError):
         return MetaServerError(
-            f"{address} answered {response.request.method} {response.request.url.path} with status"
-            f" {response.status_code}, which is not an answer of a meta server; check the address"
+            f"{address} answered {method} {path} with status {response.status},"
+            " which is not an answer of a meta server; check the address"
         )
     if reply.code == "unauthorized":
         return _unauthorized(address, reply.message)
@@ -180,7 +183,8 @@ def _unauthorized(address: str, why: str) -> Unauthorized:
 
 def _is_final(error: BaseException) -> bool:
     """Whether asking again is of no use: the server's certificate will be the same, and so will its want of any."""
-    return isinstance(_tls_error(error), ssl.SSLCertVerificationError) or _speaks_no_tls(error)
+    untrusted = isinstance(_tls_error(error), ssl.SSLCertVerificationError)
+    return untrusted or _speaks_no_tls(error) or isinstance(error, ClosedPoolError)
 
 
 def _speaks_no_tls(error: BaseException) -> bool:
@@ -196,9 +200,18 @@ def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
     return error
 
 
-def _cause(error: httpx.TransportError) -> str:
+def _timed_out(error: BaseException) -> bool:
+    """Whether there was no answer; a refusal is one, though ``urllib3`` takes it for the same."""
+    return isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError)
+
+
+def _cause(error: BaseException) -> str:
     """What went wrong, without the operating system's number: ``connection refused``."""
-    if isinstance(error, httpx.TimeoutException):
+    if _timed_out(error):
         return "timed out"
+    inner: BaseException | None = error
+    while inner is not None:
+        error, said = inner, [each for each in inner.args if isinstance(each, BaseException)]
+        inner = inner.__cause__ or inner.__context__ or next(iter(said), None)
     text = str(error).rpartition("] ")[2] or type(error).__name__
     return text[:1].lower() + text[1:]

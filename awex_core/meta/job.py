@@ -16,7 +16,7 @@ from awex_core.errors import Refused
 from awex_core.meta.answers import Answers
 from awex_core.meta.limits import Limits, TokenBucket
 from awex_core.meta.machine import Machine
-from awex_core.meta.messages import Blobs, Get, GetBlobs, GetReply, JobStatus, Put, Role, Watch
+from awex_core.meta.messages import Announce, Blobs, Get, GetBlobs, GetReply, JobStatus, Put, Role, Watch
 from awex_core.meta.requests import JOINS
 from awex_core.meta.store import JobStore
 
@@ -96,7 +96,10 @@ class Job(ABC):
                 "busy",
                 f"more than {limits.joins_per_s:g} joins a second after {limits.join_burst} at once; ask again later",
             )
-        return await self.apply(name, message, body, repeat_key)
+        reply = await self.apply(name, message, body, repeat_key)
+        if isinstance(message, Announce) and message.watch is not None:
+            return _encode({"view": msgspec.Raw(await self._watch(message.watch))})
+        return reply
 
     async def status(self) -> JobStatus:
         """The view, and the run that is still forming."""

@@ -32,7 +32,7 @@ MAX_BLOBS = 1024
 RELEASE = "0.1.0"
 """Of this package."""
 
-PROTOCOL = (1, 2)
+PROTOCOL = (1, 3)
 """The major and the minor version of all that is said here, which every message's header carries (``release``).
 
 A field or request that others can do without raises the minor version: it has a default, and who does not know it
@@ -340,6 +340,8 @@ class Announce(_Message, frozen=True):
     base: Version = INITIAL
     whole_because: str = ""
     quorum: int = -1
+    watch: Watch | None = None
+    """What the rank would ask for next: the answer brings it along."""
 
 
 class PublishDigest(_Message, frozen=True):
@@ -368,13 +370,18 @@ class ReportWorker(_Message, frozen=True):
 
 
 class ReportEngine(_Message, frozen=True):
-    """A controller's word on its engine's progress with ``version``. Idempotent."""
+    """A controller's word on its engine's progress with ``version``. Idempotent.
+
+    With ``live`` its weights change from now on: where the outcome is accepted, it is ``updating`` from ``serves``.
+    """
 
     incarnation: str
     version: Version
     outcome: EngineOutcome
     reason: str = ""
     figures: dict[str, float] = {}
+    live: bool = False
+    serves: Version = INITIAL
 
 
 class ReportSender(_Message, frozen=True):
@@ -403,10 +410,14 @@ class Supersede(_Message, frozen=True):
 
 
 class ReportReply(_Message, frozen=True):
-    """``accepted`` is false when the outcome was already recorded otherwise; ``reason`` says how."""
+    """``accepted`` is false when the outcome was already recorded otherwise; ``reason`` says how.
+
+    ``live``: it is kept that the engine's weights change from now on. A server before protocol 1.3 knows no such word.
+    """
 
     accepted: bool
     reason: str = ""
+    live: bool = False
 
 
 class SetEngineState(_Message, frozen=True):
@@ -465,6 +476,12 @@ class Blobs(_Message, frozen=True):
 
 class Ok(_Message, frozen=True):
     pass
+
+
+class Announced(_Message, frozen=True):
+    """The announcement was taken; the ``view`` that was asked for with it, if the server is of protocol 1.3."""
+
+    view: JobView | None = None
 
 
 class JobList(_Message, frozen=True):

@@ -35,6 +35,7 @@ REPLIES: dict[str, type[msgspec.Struct]] = {
     **dict.fromkeys(REQUESTS, messages.Ok),
     **dict.fromkeys(("join_writer", "join_worker", "join_controller"), messages.JoinReply),
     **dict.fromkeys(("report_worker", "report_engine", "report_sender", "supersede"), messages.ReportReply),
+    "announce": messages.Announced,
     "heartbeat": messages.HeartbeatReply,
     "watch": messages.JobView,
     "get": messages.GetReply,

@@ -326,7 +326,7 @@ class _Uvicorn(uvicorn.Server):
 
     def __init__(self, app: Starlette, tls: ssl.SSLContext | None) -> None:
         self._close: Callable[[], None] = app.state.close
-        # Idle connections outlive the client's, so that the client never writes into one that is being closed.
+        # Members beat more often than that: what they write into is not being closed just then.
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -334,6 +334,9 @@ class _Uvicorn(uvicorn.Server):
             timeout_keep_alive=75,
             timeout_graceful_shutdown=2,
             ws="none",
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
             headers=[(HEADER, OURS.header)],
         )
         config.load()

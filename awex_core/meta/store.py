@@ -346,6 +346,10 @@ class JobStore:
             return ReportReply(accepted=served, reason="" if served else sync)
         reply = sync.hear_controller(engine, message)
         self._note_commit(sync, engine)
+        if message.live and reply.accepted:
+            check_version(message.serves)
+            self._set_state(engine, "updating", message.serves, "")
+            reply = msgspec.structs.replace(reply, live=True)
         return reply
 
     def report_worker(self, message: ReportWorker, now: float) -> ReportReply:

@@ -19,6 +19,13 @@ _REPORT_S = 5.0
 """How long a rank that cannot publish tries to tell the others."""
 
 
+GRACE_S = 15.0
+"""How much longer than a version's own limit a writer waits for the meta server to say how it ended.
+
+The server ends every version at its limit; only a server that is gone makes this wait longer.
+"""
+
+
 @dataclass(frozen=True)
 class Announcement:
     """One version, as its ranks announce it; the fields are those of ``WeightWriter.write_weights``."""
@@ -37,23 +44,23 @@ class Announcing:
     def __init__(self, member: WriterMembership, client: WriterClient) -> None:
         self._member, self._client = member, client
 
-    def announce(self, version: Announcement) -> None:
-        """This rank has reached the version.
+    def announce(self, version: Announcement) -> JobView | None:
+        """This rank has reached the version; returns the job from then on, if the server tells it.
 
         Raises:
             Fenced: the number is not new, or another run of the trainer has taken over.
         """
         try:
-            self._announce(version)
+            return self._announce(version)
         except Refused as error:
             if error.code != "unknown":
                 raise
             # The meta server was restarted and this rank's lease is not renewed yet.
             self._member.rejoin()
-            self._announce(version)
+            return self._announce(version)
 
-    def _announce(self, version: Announcement) -> None:
-        self._client.announce(
+    def _announce(self, version: Announcement) -> JobView | None:
+        return self._client.announce(
             self._member.incarnation,
             version.number,
             timeout_s=version.limit_s,
@@ -74,8 +81,17 @@ class Announcing:
         except AwexError as trouble:
             logger.warning("awex: the other ranks could not be told that version %d fails: %s", number, trouble)
 
-    def wait(self, number: int, ready: Callable[[SyncView, JobView], bool], limit_s: float, what: str) -> JobView:
-        """The job, once a version that was announced is ``ready``.
+    def wait(
+        self,
+        number: int,
+        ready: Callable[[SyncView, JobView], bool],
+        limit_s: float,
+        what: str,
+        seen: JobView | None,
+    ) -> JobView:
+        """The job, once a version that was announced is ``ready``, beginning with what was ``seen`` of it.
+
+        ``limit_s`` is the version's own.
 
         Raises:
             Fenced: another run of the trainer has taken over.
@@ -87,4 +103,4 @@ class Announcing:
             sync = announced(view, self._member.incarnation, number)
             return view if sync is not None and ready(sync, view) else None
 
-        return self._client.wait_for(reached, timeout_s=limit_s, what=what)
+        return self._client.wait_for(reached, timeout_s=limit_s + GRACE_S, what=what, seen=seen)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from awex_core.modes import VerifyMode
 from awex_core.sync.shadow import Pieces
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.verify.lanes import Lanes
@@ -29,6 +31,7 @@ class Attempt:
     version: Version
     catch_up: str
     deadline: Deadline
+    verify: VerifyMode = "off"
     only: list[str] = field(default_factory=list)
     """Patterns of the tensors to pull; none means all."""
     progress: Progress = field(default_factory=Progress)
@@ -38,6 +41,8 @@ class Attempt:
     """In the second buffer, whole and verified."""
     received: bool = False
     """Wanted as well: the engine is paused for it."""
+    expected: Future[Lanes] | None = None
+    """The trainer's digest, on its way while the bytes are."""
     pieces: Pieces | None = None
     """In shadow mode: what becomes live once it is received."""
     verified: Verified | None = None

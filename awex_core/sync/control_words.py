@@ -73,12 +73,26 @@ class ControlWords:
         self, version: Version, outcome: EngineOutcome, reason: str = "", figures: dict[str, float] | None = None
     ) -> tuple[bool, str]:
         """Say how far a version is; returns whether that stands, and why not."""
+        incarnation = self.me.incarnation
         reply = await self.call(
-            lambda: self._client.report_engine(
-                self.me.incarnation, version, outcome, reason=reason, figures=figures or {}
-            )
+            lambda: self._client.report_engine(incarnation, version, outcome, reason=reason, figures=figures)
         )
         return reply.accepted, reply.reason
+
+    async def report_begun(self, version: Version, *, live: bool) -> None:
+        """Say that the workers are connected for a version, and with ``live`` that the weights change from now on.
+
+        Raises:
+            TransferError: the version has failed already, in a worker perhaps; says why.
+        """
+        incarnation, serves = self.me.incarnation, self.me.version
+        reply = await self.call(
+            lambda: self._client.report_engine(incarnation, version, "updating", live=live, serves=serves)
+        )
+        if not reply.accepted:
+            raise TransferError(reply.reason)
+        if live and not reply.live:  # a server of an earlier release
+            await self.report_state("updating", "")
 
     async def view(self) -> JobView:
         """The job, now."""

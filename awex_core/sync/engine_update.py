@@ -92,11 +92,12 @@ class EngineUpdate:
         logger.info("awex: engine %s serves version %s; paused %.1f ms", self._me.engine, update.version, 1e3 * pause_s)
 
     async def _connect(self, update: _Update) -> None:
-        """Have the workers plan and connect; the answer to the report tells whether one has failed."""
+        """Have the workers plan and connect; the answer to the report tells whether one has failed.
+
+        Whoever takes over from here on must know that weights may be mixed, unless they are prefetched before.
+        """
         await self._host.connect(update.version, update.limit_s)
-        accepted, reason = await self._words.report(update.version, "updating")
-        if not accepted:
-            raise TransferError(reason)
+        await self._words.report_begun(update.version, live=not self._shadow)
 
     async def _prefetch(self, update: _Update) -> None:
         """Have the workers receive while requests run."""
@@ -110,10 +111,15 @@ class EngineUpdate:
 
     async def _pause(self, update: _Update) -> None:
         update.paused_at = time.perf_counter()
-        # Whoever takes over from here on must know that weights may be mixed.
-        await asyncio.gather(self._host.pause(update.limit_s), self._words.report_state("updating", ""))
-        if self._shadow:
-            await self._words.check_going_on(update.version)
+        if not self._shadow:
+            await self._host.pause(update.limit_s)
+            return
+        steps = (self._host.pause(update.limit_s), self._words.report_state("updating", ""))
+        # Both to their ends: an engine that is still being paused cannot be resumed.
+        for error in await asyncio.gather(*steps, return_exceptions=True):
+            if error is not None:
+                raise error
+        await self._words.check_going_on(update.version)
 
     async def _receive(self, update: _Update) -> None:
         self._me.state = "updating"

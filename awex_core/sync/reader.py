@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from awex_core import stacks
 from awex_core.errors import AwexError, SyncTimeout, TransferError
 from awex_core.meta.client import WorkerClient
 from awex_core.meta.messages import JobView, WeightsState, WorkerInfo
+from awex_core.modes import VerifyMode
 from awex_core.protocol.receiving import Update, admitted, check_asked_for, outcome_of, patterns_to_pull
 from awex_core.settings.config import SyncConfig
 from awex_core.sync.attempt import Attempt
@@ -49,7 +52,7 @@ class WeightReader:
         self._connection = Connection(model, member, self._ready, context)
         verification = Verification(model, member, self._ready, self.ownership)
         self._lending = Lending(model, member, verification, context)
-        self._reception = Reception(model, member, self._connection, verification, self._lending)
+        self._reception = Reception(model, self._connection, verification, self._lending)
         self._attempt: Attempt | None = None
         self._prefetching = Prefetching(self._prefetch)
 
@@ -158,7 +161,8 @@ class WeightReader:
             sync = update.sync
             # A little before the meta server's own: what it then tells everyone is who was waited for, and how far.
             limit_s = sync.remaining_s - min(_HEADSTART_S, 0.1 * sync.remaining_s)
-            self._attempt = attempt = Attempt(sync.version, update.catch_up, Deadline.after(limit_s))
+            verify: VerifyMode = msgspec.convert(sync.verify, VerifyMode)
+            self._attempt = attempt = Attempt(sync.version, update.catch_up, Deadline.after(limit_s), verify)
             self._prefetching.end()
             attempt.only = patterns_to_pull(
                 sync, self.engine, self.version, self.ownership.state, self.ownership.reason

@@ -10,12 +10,10 @@ import torch
 from awex_core.checkpoint.from_disk import load_checkpoint
 from awex_core.errors import ConfigError, TransferError
 from awex_core.layout.live import Memory
-from awex_core.protocol.receiving import going_on
 from awex_core.sync.attempt import Attempt
 from awex_core.sync.connection import Connection
 from awex_core.sync.engine import TracedModel, WorkerModel
 from awex_core.sync.lending import Lending
-from awex_core.sync.membership import WorkerMembership
 from awex_core.sync.verification import Verification
 from awex_core.transfer.registry import check_quiet
 
@@ -26,12 +24,11 @@ class Reception:
     def __init__(
         self,
         model: WorkerModel,
-        member: WorkerMembership,
         connection: Connection,
         verification: Verification,
         lending: Lending,
     ) -> None:
-        self._model, self._member, self._connection = model, member, connection
+        self._model, self._connection = model, connection
         self._verification, self._lending = verification, lending
         self._ready, self._ownership = verification.ready, verification.ownership
 
@@ -45,9 +42,8 @@ class Reception:
         if session is None or traced is None:
             raise TransferError(f"version {attempt.version} was not connected; call connect first")
         check_quiet()
-        view = self._member.client.watch()
-        sync = going_on(view, self._member.info.engine, attempt.version, attempt.catch_up, "received")
         session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
+        self._verification.ask(attempt, session.writers)
         begun = time.perf_counter()
         # Of the second buffer nobody else knows.
         attempt.progress.kept = shadow is not None or self._ownership.state == "held"
@@ -56,7 +52,7 @@ class Reception:
         if shadow is None:
             write_constants(traced, memory)
         received = time.perf_counter()
-        verified = self._verification.verify(sync, attempt, traced, session, memory)
+        verified = self._verification.verify(attempt, traced, session, memory)
         session.check_held(attempt.version.number)
         if shadow is not None:
             attempt.figures["shadow_nbytes"] = float(shadow.nbytes)

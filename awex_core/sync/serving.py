@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from threading import Lock
@@ -31,6 +31,9 @@ from awex_core.verify.lanes import Lanes, digest_plan, pack_lanes, partial_diges
 from awex_core.version import Version
 
 logger = logging.getLogger(__name__)
+
+_MOST_ENGINES = 10_000
+"""Each has a thread while it is served; there are as many as were ever needed at once."""
 
 RESEND_GRACE_S = 30.0
 """How much longer than a version's limit a serving thread waits for the watching one, which always comes first."""
@@ -124,6 +127,7 @@ class Server:
         self.rank, self.incarnation, self.client, self._context = rank, incarnation, context.client, context
         self.digests = DigestPrograms(context.layouts, rank)
         self._sessions: dict[str, WriterSession] = {}
+        self.threads = ThreadPoolExecutor(_MOST_ENGINES, thread_name_prefix="awex-writer")
 
     def begin(self, view: JobView, sync: SyncView, memory: Memory) -> ServedVersion:
         """This rank's part in a version that is open, from ``memory``."""
@@ -170,6 +174,7 @@ class Server:
         """Close all."""
         for engine in list(self._sessions):
             self.drop(engine)
+        self.threads.shutdown()
 
 
 class ServedVersion:
@@ -182,17 +187,17 @@ class ServedVersion:
         self._parked: set[str] = set()
         self._digests: dict[str, Lanes] = {}
         self._digesting = Lock()
-        self._threads = ThreadPoolExecutor(max(1, len(sync.engines)), thread_name_prefix="awex-writer")
+        self._serving: list[Future[None]] = []
 
     def __enter__(self) -> ServedVersion:
         for engine in self._sync.engines:
-            self._threads.submit(self._serve, engine)
+            self._serving.append(self._server.threads.submit(self._serve, engine))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for requests in self._requests.values():
             requests.end()
-        self._threads.shutdown()
+        wait(self._serving)
 
     def watch(self, now: SyncView, view: JobView) -> None:
         """What the meta server says now, for the serving threads; a version that waits is said once."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from awex_core.errors import SyncTimeout, TransferError, VerifyError, list_faults
 from awex_core.layout.live import Memory
-from awex_core.meta.messages import JobView, SyncView
-from awex_core.modes import VerifyMode
+from awex_core.meta.messages import JobView
 from awex_core.protocol.receiving import Verdict, complete_digest, going_on, judge
 from awex_core.sync.attempt import Attempt, Verified
 from awex_core.sync.engine import TracedModel, WorkerModel
@@ -49,19 +49,16 @@ class Verification:
     committed: Verified | None = None
     """What live memory was when it was last committed, as far as it was verified."""
 
-    def verify(
-        self, sync: SyncView, attempt: Attempt, traced: TracedModel, session: ReaderSession, memory: Memory
-    ) -> int:
+    def verify(self, attempt: Attempt, traced: TracedModel, session: ReaderSession, memory: Memory) -> int:
         """Compare digests, and receive once more what differs; returns the bytes that took part.
 
         Raises:
             VerifyError: something differs still.
         """
         tensors, damaged = traced.layout.tensors, attempt.progress.damaged
-        mode: VerifyMode = msgspec.convert(sync.verify, VerifyMode)
-        only = verified_tensors(traced.layout, mode, sync.version.number)
-        expected = empty_lanes() if mode == "off" else self._expected(sync, attempt, session.writers)
-        wrong = self._differing(attempt, traced, memory, expected, only)
+        only = verified_tensors(traced.layout, attempt.verify, attempt.version.number)
+        expected = attempt.expected.result() if attempt.expected is not None else empty_lanes()
+        wrong = self._differing(attempt, traced, memory, expected, only) if only.any() else set()
         suspect = lanes_of(itertools.chain(*(damage.tensors for damage in damaged)), len(tensors))
         if judge(wrong, suspect, again=False) is Verdict.AGAIN:
             self._receive_again(attempt, traced, session, memory, sorted(wrong | suspect))
@@ -69,12 +66,12 @@ class Verification:
         if judge(wrong, (), again=True) is Verdict.DIFFERS:
             names = names_in_lanes(wrong, tensors, only)
             summary = (
-                f"the digest of version {sync.version} differs from the trainer's, also after "
+                f"the digest of version {attempt.version} differs from the trainer's, also after "
                 f"{attempt.figures['repulled_nbytes']:.0f} bytes were received once more, among"
             )
             raise VerifyError(list_faults(summary, names))
-        if mode != "off":
-            attempt.verified = Verified(sync.version, expected, only)
+        if attempt.verify != "off":
+            attempt.verified = Verified(attempt.version, expected, only)
         return int((traced.layout.volume * traced.layout.itemsize)[only[traced.layout.tensor]].sum())
 
     def _differing(
@@ -146,10 +143,22 @@ class Verification:
             ]
             raise VerifyError(list_faults(summary, faults))
 
-    def _expected(self, seen: SyncView, attempt: Attempt, writers: int) -> Lanes:
-        """The trainer's digest of this worker's layout, once every writer rank has sent its share.
+    def ask(self, attempt: Attempt, writers: int) -> None:
+        """Begin to ask for what ``verify`` compares with: it comes while the bytes do."""
+        if attempt.verify == "off":
+            return
+        answer = attempt.expected = Future()
 
-        It is often in what was seen before the transfer: the ranks digest while the engine gets ready.
+        def run() -> None:
+            try:
+                answer.set_result(self._expected(attempt, writers))
+            except Exception as error:  # noqa: BLE001 - met by who waits for the answer
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="awex-expected", daemon=True).start()
+
+    def _expected(self, attempt: Attempt, writers: int) -> Lanes:
+        """The trainer's digest of this worker's layout, once every writer rank has sent its share.
 
         Raises:
             SyncTimeout: not all have by the deadline; names the ranks.
@@ -157,16 +166,12 @@ class Verification:
         """
         info, missing = self.member.info, list(range(writers))
 
-        def whole(sync: SyncView) -> Lanes | None:
+        def complete(view: JobView) -> Lanes | None:
+            sync = going_on(view, info.engine, attempt.version, attempt.catch_up, "verified")
             digest, silent = complete_digest(sync, info.layout)
             missing[:] = silent or missing
             return unpack_lanes(digest.sum) if digest is not None else None
 
-        def complete(view: JobView) -> Lanes | None:
-            return whole(going_on(view, info.engine, attempt.version, attempt.catch_up, "verified"))
-
-        if (known := whole(seen)) is not None:
-            return known
         what = f"the digest of version {attempt.version}"
         try:
             return self.member.client.wait_for(complete, timeout_s=attempt.deadline.remaining(what), what=what)

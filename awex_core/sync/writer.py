@@ -28,7 +28,7 @@ from awex_core.protocol.publishing import Base, SnapshotStep, before_snapshot, l
 from awex_core.settings.config import SyncConfig
 from awex_core.settings.convert import convert
 from awex_core.sync.alone import Alone
-from awex_core.sync.announcing import Announcement, Announcing
+from awex_core.sync.announcing import GRACE_S, Announcement, Announcing
 from awex_core.sync.context import SyncContext
 from awex_core.sync.membership import WriterMembership
 from awex_core.sync.outcome import check_result, result_of
@@ -40,9 +40,6 @@ from awex_core.transfer.registry import tidy
 from awex_core.verify.finite import ValueCheck
 
 logger = logging.getLogger(__name__)
-
-_GRACE_S = 15.0
-"""How much longer than the sync's own limit a writer waits for the meta server to say how it ended."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +203,7 @@ class WeightWriter:
         limit_s = timeout_s if timeout_s is not None else self.config.sync_timeout_s
         call = _Call(number, quorum, verify or self.config.verify, limit_s, only, blocking, time.monotonic())
         try:
-            self._begin(call)
+            seen = self._begin(call)
         except Exception as error:
             self._break_off(number, error)
             self._announcing.give_up(number, error)
@@ -215,14 +212,17 @@ class WeightWriter:
             self._break_off(number, error)
             raise
         if blocking:
-            return self._publish(call)
-        outcome = self._background.submit(self._publish, call)
+            return self._publish(call, seen)
+        outcome = self._background.submit(self._publish, call, seen)
         # Two phases (gathering, and from there to the last commit), and what is added to each.
-        self._pending = PendingSync(number, outcome, 2 * (limit_s + 2 * _GRACE_S))
+        self._pending = PendingSync(number, outcome, 2 * (limit_s + 2 * GRACE_S))
         return self._pending
 
-    def _begin(self, call: _Call) -> None:
-        """All that comes before engines may read: the weights are final, copied if they are to be, and announced."""
+    def _begin(self, call: _Call) -> JobView | None:
+        """All that comes before engines may read: the weights are final, copied if they are to be, and announced.
+
+        Returns the job from then on, if the server tells it.
+        """
         self._member.check()
         # First, since it may be collective: whatever fails below, the other ranks do not wait in it.
         layout, live = self._weights.finalize()
@@ -240,16 +240,16 @@ class WeightWriter:
         base, self._base = self._base, Base(why=f"the call for version {call.number} has not ended", call=call.number)
         self._weights.offer.exports.hold(call.number)
         try:
-            self._announcing.announce(call.announcement(patterns, base, self.config.verify_full_every))
+            return self._announcing.announce(call.announcement(patterns, base, self.config.verify_full_every))
         except BaseException:
             self._let_go()
             raise
 
-    def _publish(self, call: _Call) -> SyncResult:
+    def _publish(self, call: _Call, seen: JobView | None) -> SyncResult:
         """Serve an announced version and hold until every engine is done with it."""
-        number = call.number
+        number, what = call.number, "the other writer ranks"
         try:
-            view = self._wait(number, lambda sync, _: sync.state != "gathering", call.limit_s, "the other writer ranks")
+            view = self._announcing.wait(number, lambda sync, _: sync.state != "gathering", call.limit_s, what, seen)
             sync = sync_of(view, number)
             if sync.whole_because:
                 logger.warning(
@@ -298,10 +298,6 @@ class WeightWriter:
         if not reply.accepted:
             logger.info("awex: version %d is not replaced but waited for: %s", number, reply.reason)
 
-    def _wait(self, number: int, ready: Callable[[SyncView, JobView], bool], limit_s: float, what: str) -> JobView:
-        # The server ends every sync at its limit; only a server that is gone makes this wait longer.
-        return self._announcing.wait(number, ready, limit_s + _GRACE_S, what)
-
     def _serve(self, view: JobView, sync: SyncView) -> JobView:
         """Serve every engine of the version, side by side, until all are done; failures go to the meta server."""
         what = f"engines to commit version {sync.version}"
@@ -311,7 +307,7 @@ class WeightWriter:
                 served.watch(now, view)
                 return now.state == "done"
 
-            return self._wait(sync.version.number, done, sync.remaining_s, what)
+            return self._announcing.wait(sync.version.number, done, sync.remaining_s, what, view)
 
     def _result(self, sync: SyncView, call: _Call) -> SyncResult:
         result = result_of(sync, time.monotonic() - call.begun)
@@ -357,6 +353,7 @@ class WeightWriter:
             except AwexError as error:
                 logger.error("awex: version %d, published without blocking: %s", self._pending.number, error)
         self._background.shutdown()
+        self._values.close()
         self._server.close()
         self._member.leave()
 

@@ -17,7 +17,7 @@ import errno
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -167,6 +167,7 @@ class ShmReceiver:
         self._endpoints = endpoints
         self._cached: tuple[Programs, tuple[int, ...], dict[int, _Pull]] | None = None
         self._staging: torch.Tensor | None = None
+        self._threads = ThreadPoolExecutor(_cores(), thread_name_prefix="awex-shm")
 
     def receive(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
         """Pull every piece from every writer rank.
@@ -200,18 +201,20 @@ class ShmReceiver:
     def _pull(self, pull: _Pull, rank: int, memory: Memory, progress: Progress, deadline: Deadline) -> None:
         pid = self._endpoints[rank].pid
         what = f"the memory of writer rank {rank}"
-        with ThreadPoolExecutor(_threads(), thread_name_prefix="awex-shm") as pool:
-            reads: deque[Future[int]] = deque()
-            try:
-                for runs, begin, end in pull.direct.batches():
-                    deadline.remaining(f"{what} ({progress.nbytes} bytes done)")
-                    reads.append(pool.submit(runs.read, pid, begin, end))
-                    if len(reads) > 2 * _MAX_THREADS:
-                        progress.moved(NAME, reads.popleft().result())
-                while reads:
+        reads: deque[Future[int]] = deque()
+        try:
+            for runs, begin, end in pull.direct.batches():
+                deadline.remaining(f"{what} ({progress.nbytes} bytes done)")
+                if pull.small:
+                    progress.moved(NAME, runs.read(pid, begin, end))
+                    continue
+                reads.append(self._threads.submit(runs.read, pid, begin, end))
+                if len(reads) > 2 * _MAX_THREADS:
                     progress.moved(NAME, reads.popleft().result())
-            finally:
-                pool.shutdown(cancel_futures=True)  # returns when nothing writes to our memory any more
+            while reads:
+                progress.moved(NAME, reads.popleft().result())
+        finally:
+            wait([read for read in reads if not read.cancel()])  # until nothing writes to our memory any more
         for k in range(len(pull.dense)):
             deadline.remaining(f"{what} ({progress.nbytes} bytes done)")
             self._pull_dense(pid, pull.dense, k, pull.remote, memory)
@@ -248,6 +251,7 @@ class ShmReceiver:
     def close(self) -> None:
         """Forget the prepared pulls; the writer's memory needs no release."""
         self._cached = self._staging = None
+        self._threads.shutdown()
 
 
 @dataclass(frozen=True)
@@ -317,6 +321,11 @@ class _Pull:
     staged: CopyProgram
     remote: IntArray
 
+    @property
+    def small(self) -> bool:
+        """Whether one thread reads it sooner than others could be told."""
+        return int((self.direct.count * self.direct.length).sum()) <= _CALL_BYTES
+
 
 def _prepare(program: CopyProgram, remote: npt.NDArray[np.int64], local: npt.NDArray[np.int64]) -> _Pull:
     itemsize = np.asarray(ITEMSIZE, dtype=np.int64)[program.src_dtype]
@@ -351,7 +360,7 @@ def _row_runs(program: CopyProgram, remote: IntArray, local: IntArray, row_bytes
     return _Rows(remote, local, length, count, program.src_row_stride, program.dst_row_stride)
 
 
-def _threads() -> int:
+def _cores() -> int:
     """As many as this thread may run on, up to a limit."""
     return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
@@ -32,11 +33,13 @@ class ValueCheck:
     def __init__(self, mode: NonFiniteMode, rank: int) -> None:
         self._mode, self._rank = mode, rank
         self._reported: set[str] = set()
+        self._seen: _Seen | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="awex-values")
 
     def before(self, number: int, layout: Layout, memory: Memory, only: Collection[str]) -> None:
         """With ``refuse``, raise ``NonFinite`` if some values are not finite; of a partial update, those it names."""
         if self._mode == "refuse":
-            found = nonfinite_tensors(layout, memory, only)
+            found = self._find(layout, memory, only)
             if found:
                 raise NonFinite(
                     list_faults(f"version {number} holds values that are not finite, in {len(found)} tensors", found)
@@ -48,17 +51,25 @@ class ValueCheck:
         if self._mode != "warn":
             yield
             return
-        looking = threading.Thread(
-            target=self._warn, args=(version, layout, memory, only), name="awex-values", daemon=True
-        )
-        looking.start()
+        looking = self._thread.submit(self._warn, version, layout, memory, only)
         try:
             yield
         finally:
-            looking.join()
+            looking.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+    def _find(self, layout: Layout, memory: Memory, only: Collection[str]) -> list[str]:
+        """See ``nonfinite_tensors``; the views of one version serve the next as long as nothing has moved."""
+        seen = self._seen
+        if seen is None or not (seen.layout is layout and seen.memory is memory and seen.only == frozenset(only)):
+            seen = self._seen = _see(layout, memory, only)
+        return _nonfinite(seen)
 
     def _warn(self, version: Version, layout: Layout, memory: Memory, only: Collection[str]) -> None:
-        found = [tensor for tensor in nonfinite_tensors(layout, memory, only) if tensor not in self._reported]
+        found = [tensor for tensor in self._find(layout, memory, only) if tensor not in self._reported]
         if found:
             self._reported.update(found)
             summary = (
@@ -76,14 +87,36 @@ def nonfinite_tensors(layout: Layout, memory: Memory, only: Collection[str] = ()
         memory: where it lies.
         only: patterns of the tensors to look at; none: all.
     """
+    return _nonfinite(_see(layout, memory, only))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The shards that can hold such values, in one memory: of which tensors they are, and their elements."""
+
+    layout: Layout
+    memory: Memory
+    only: frozenset[str]
+    names: list[str]
+    views: list[torch.Tensor]
+
+
+def _see(layout: Layout, memory: Memory, only: Collection[str]) -> _Seen:
     names = {tensor.name for tensor in layout.tensors} if not only else matching_names(layout.tensors, only)
-    shards = [shard for shard in layout.shards() if shard.tensor.name in names and shard.dtype.startswith("float")]
-    shards += [shard for shard in layout.shards() if shard.tensor.name in names and shard.dtype == "bfloat16"]
+    shards = [
+        shard
+        for shard in layout.shards()
+        if shard.tensor.name in names and (shard.dtype.startswith("float") or shard.dtype == "bfloat16")
+    ]
     views = [memory.view(s.buffer, s.offset, s.extent, s.stride, getattr(torch, s.dtype)) for s in shards]
+    return _Seen(layout, memory, frozenset(only), [shard.tensor.name for shard in shards], views)
+
+
+def _nonfinite(seen: _Seen) -> list[str]:
     found: dict[str, str] = {}
-    for shard, largest in zip(shards, _largest(views), strict=True):
-        if not math.isfinite(largest) and found.get(shard.tensor.name) != "NaN":
-            found[shard.tensor.name] = "NaN" if math.isnan(largest) else "infinity"
+    for name, largest in zip(seen.names, _largest(seen.views), strict=True):
+        if not math.isfinite(largest) and found.get(name) != "NaN":
+            found[name] = "NaN" if math.isnan(largest) else "infinity"
     return [f"{name}: {kind}" for name, kind in sorted(found.items())]
 
 

@@ -66,11 +66,11 @@ def _shift_clock(seconds: float) -> None:
 def install() -> None:
     """Wrap what the product calls at each point, in whatever process this is."""
     from awex_core.meta import client, connection, store
-    from awex_core.sync import bounded_host, engine_update, reader, serving, session, verification, writer
+    from awex_core.sync import announcing, bounded_host, engine_update, reader, serving, session, verification
     from awex_core.transfer import shm, shm_staged
 
     shm._CALL_BYTES = CALL_NBYTES
-    writer._GRACE_S, bounded_host.GRACE_S, client.REPLY_S = WRITER_GRACE_S, CONTROLLER_GRACE_S, REPLY_S
+    announcing.GRACE_S, bounded_host.GRACE_S, client.REPLY_S = WRITER_GRACE_S, CONTROLLER_GRACE_S, REPLY_S
     connection.REPLY_S = REPLY_S
     _before(client.WriterClient, "join_writer", lambda _, info: reach("trainer", "", info.rank, "join"))
     _before(client.WorkerClient, "join_worker", lambda _, info, **more: reach("worker", info.engine, info.rank, "join"))

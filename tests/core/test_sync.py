@@ -26,9 +26,8 @@ from awex_core.meta.messages import JobView
 from awex_core.meta.server import MetaServer
 from awex_core.plan import CopyTable
 from awex_core.settings.config import SyncConfig
-from awex_core.sync import bounded_host
+from awex_core.sync import announcing, bounded_host
 from awex_core.sync import session as session_module
-from awex_core.sync import writer as writer_module
 from awex_core.sync.controller import EngineController
 from awex_core.sync.engine import LoaderPathModule
 from awex_core.sync.process import this_process
@@ -807,7 +806,7 @@ def test_a_rank_of_a_fenced_run_does_not_take_the_new_runs_version_for_its_own(
     assert new.write(1).version == Version(2, 1)
     writer = old.writers[0]
     with pytest.raises((Fenced, SyncTimeout)):
-        writer._wait(1, lambda sync: True, -14.0, "the other writer ranks")  # one second, with the grace
+        writer._announcing.wait(1, lambda *_: True, -14.0, "the other writer ranks", None)  # one second, with the grace
 
 
 @pytest.mark.parametrize(
@@ -1134,7 +1133,7 @@ def test_layouts_survive_a_meta_server_that_restarts_between_them_and_the_join(
 @pytest.fixture
 def short_graces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a meta server that has gone waits for its own limit and little more."""
-    for module, name in ((writer_module, "_GRACE_S"), (bounded_host, "GRACE_S")):
+    for module, name in ((announcing, "GRACE_S"), (bounded_host, "GRACE_S")):
         assert getattr(module, name) >= 10
         monkeypatch.setattr(module, name, 2.0)
 

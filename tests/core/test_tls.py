@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from http.client import RemoteDisconnected
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from urllib3.exceptions import ConnectTimeoutError, ProtocolError
 
 from awex_core.errors import ConfigError, Unauthorized, Unreachable
 from awex_core.meta.server import MetaServer
@@ -89,16 +90,16 @@ def test_a_server_without_tls_is_not_asked_in_plain_text(ours: Authority) -> Non
 
 def test_a_last_attempt_without_time_does_not_hide_what_was_met_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server hangs up, as one that wants TLS does; the last attempt has a millisecond."""
-    errors = iter([httpx.RemoteProtocolError("Server disconnected")])
+    errors = iter([ProtocolError("Connection aborted.", RemoteDisconnected("server disconnected"))])
 
-    def request(*_: Any, timeout: httpx.Timeout, **__: Any) -> httpx.Response:
-        raise next(errors, httpx.ConnectTimeout("timed out"))
+    def request(*_: Any, **__: Any) -> None:
+        raise next(errors, ConnectTimeoutError("timed out"))
 
     with (
         AnyClient("127.0.0.1:1", "job", TOKEN, timeout_s=0.3) as client,
         pytest.raises(Unreachable, match=r"\(server disconnected\).*if it wants TLS, set AWEX_TLS_CA"),
     ):
-        monkeypatch.setattr(client._connection._http, "request", request)
+        monkeypatch.setattr(client._connection._pools[0], "urlopen", request)
         client.check()
 
 

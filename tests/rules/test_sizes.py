@@ -22,8 +22,14 @@ MAX_POSITIONAL = 9
 MEDIAN_LINES, LONG_LINES, SHARE_NOT_LONG = 6, 18, 0.9
 """Of functions, from ``def`` to the last line, docstring included: most say more in it than in their code."""
 
-NETWORK_MODULES = {"dist", "httpx", "socket"}
-CONNECTS_TO_NOTHING = {"httpx.AsyncClient", "httpx.Client", "httpx.Limits", "httpx.Timeout"}
+NETWORK_MODULES = {"dist", "httpx", "socket", "urllib3"}
+CONNECTS_TO_NOTHING = {
+    "httpx.AsyncClient",
+    "httpx.Client",
+    "httpx.Limits",
+    "httpx.Timeout",
+    "urllib3.connection_from_url",
+}
 CLIENTS = {"client", "_client", "http", "_http"}
 """What those are called that have the meta server answer."""
 

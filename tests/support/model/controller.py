@@ -179,9 +179,7 @@ class Controller(Process):
         phase, engine = self.me.phase, self.engine
         if phase is Phase.CONNECTS:
             yield from engine.ask("connect", version, limit_s)
-            accepted, why = yield from self._report(version, "updating")
-            if not accepted:
-                raise TransferError(why)
+            yield from self._report_begun(version)
         elif phase is Phase.PREFETCHES:
             yield from engine.ask("prefetch", version, limit_s)
             yield from self._await_workers(version, limit_s, "prefetched")
@@ -203,18 +201,23 @@ class Controller(Process):
                 yield from self._report_again()
             yield from self._let_go(version, reason, limit_s)
 
-    def _check(self, version: Version) -> Steps[None]:
+    def _pause(self, version: Version, limit_s: float) -> Steps[None]:
+        if not self.engine.shadow:
+            yield from self.engine.pause(limit_s)
+            return
+        steps = [lambda: self.engine.pause(limit_s), lambda: self._report_state("updating", "")]
+        self.world.random.shuffle(steps)  # side by side
+        errors: list[AwexError] = []
+        for step in steps:
+            try:
+                yield from step()
+            except AwexError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         failure = updating.why_failed((yield from self.watch()), self.me.engine, version)
         if failure:
             raise TransferError(failure)
-
-    def _pause(self, version: Version, limit_s: float) -> Steps[None]:
-        steps = [lambda: self.engine.pause(limit_s), lambda: self._report_state("updating", "")]
-        self.world.random.shuffle(steps)  # side by side
-        for step in steps:
-            yield from step()
-        if self.engine.shadow:
-            yield from self._check(version)
 
     def _commit(self, version: Version, limit_s: float) -> Steps[None]:
         yield from self.engine.show(version)
@@ -260,6 +263,18 @@ class Controller(Process):
             pass
         if self.me.elected:
             yield from self.engine.fail_requests()
+
+    def _report_begun(self, version: Version) -> Steps[None]:
+        message = m.ReportEngine(
+            incarnation=self.incarnation,
+            version=version,
+            outcome="updating",
+            live=not self.engine.shadow,
+            serves=self.me.version,
+        )
+        reply = yield from self.rpc(message)
+        if not reply.accepted:
+            raise TransferError(reply.reason)
 
     def _report(self, version: Version, outcome: Any, reason: str = "") -> Steps[tuple[bool, str]]:
         message = m.ReportEngine(incarnation=self.incarnation, version=version, outcome=outcome, reason=reason)

@@ -57,6 +57,7 @@ class Attempt:
     version: Version
     catch_up: str
     end: float
+    verify: str = "off"
     pieces: list[Piece] = field(default_factory=lambda: list(PIECES))
     """Those that come."""
     failure: str = ""
@@ -165,7 +166,8 @@ class Worker(Process):
                 what=f"version {version}",
             )
             sync = update.sync
-            self.attempt = attempt = Attempt(sync.version, update.catch_up, self.world.now + sync.remaining_s)
+            end = self.world.now + sync.remaining_s
+            self.attempt = attempt = Attempt(sync.version, update.catch_up, end, sync.verify)
             yield from self._end_prefetch()
             only = receiving.patterns_to_pull(sync, self.engine.name, self.version, self.now.state, self.now.reason)
             if only:
@@ -248,12 +250,10 @@ class Worker(Process):
         if self.session is None:
             raise TransferError("not connected")
         _, *ends = self.session
-        view = yield from self.watch()
-        sync = receiving.going_on(view, self.engine.name, attempt.version, attempt.catch_up, "received")
         memory = self.beside if self.beside is not None else self._begin()
         reception = Reception(attempt, memory, *ends)
         yield from self._pull(reception, attempt.pieces)
-        yield from self._verify(reception, sync)
+        yield from self._verify(reception)
 
     def _begin(self) -> Bytes:
         """The live memory, which changes from now on."""
@@ -321,10 +321,10 @@ class Worker(Process):
 
     # Verifying, and pulling again
 
-    def _verify(self, reception: Reception, sync: m.SyncView) -> Steps[None]:
+    def _verify(self, reception: Reception) -> Steps[None]:
         """``Verification.verify``."""
         attempt = reception.attempt
-        expected = (yield from self._expected(attempt)) if sync.verify != "off" else None
+        expected = (yield from self._expected(attempt)) if attempt.verify != "off" else None
         wrong, damaged = self._differing(attempt, expected), attempt.damaged
         if receiving.judge(wrong, damaged, again=False) is receiving.Verdict.AGAIN:
             yield from self._receive_again(reception, wrong | damaged)
