@@ -14,7 +14,8 @@ import torch
 
 from awex_core.transfer import group, shm_staged
 from awex_core.transfer.base import Deadline, Progress
-from awex_core.transfer.group import Group, GroupAddress, GroupReceiver, GroupSender, host_store
+from awex_core.transfer.group import GroupReceiver, GroupSender
+from awex_core.transfer.group_member import Group, GroupAddress, host_store
 from awex_core.transfer.handshake import SECRET_NBYTES
 from awex_core.transfer.shm import ShmExport, ShmReceiver
 from awex_core.transfer.shm_staged import Ring, StagedEnd, attach_ring, ring_slot_nbytes

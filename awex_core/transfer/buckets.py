@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,19 @@ def make_buckets(program: CopyProgram, limit: int, alone: npt.NDArray[np.bool_] 
         buckets.append(Bucket(begin, end, offset, int(ends[end - 1]) - base, payload))
         begin = end
     return buckets
+
+
+def packed_pieces(program: CopyProgram, bucket: Bucket, side: Literal["src", "dst"]) -> CopyProgram:
+    """A bucket's pieces with one end replaced by where they lie packed: in buffer 0, in the destination's dtype."""
+    pieces = program.take(slice(bucket.begin, bucket.end))
+    packed: dict[str, IntArray] = {
+        "buffer": np.zeros_like(pieces.rows),
+        "offset": bucket.offset,
+        "row_stride": pieces.cols * pieces.dst_itemsize,
+        "col_stride": pieces.dst_itemsize,
+        "dtype": pieces.dst_dtype,
+    }
+    return replace(pieces, **{f"{side}_{name}": column for name, column in packed.items()})
 
 
 def unpacked_pieces(program: CopyProgram) -> npt.NDArray[np.bool_]:

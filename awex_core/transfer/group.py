@@ -7,7 +7,13 @@ time-out that breaks it breaks nothing else.
 Order. Transfer (b, s, d) is bucket b from source s to destination d. Everyone
 works through its transfers in the order of ``(b, (s + d) % n, s, d)``. Because
 that order is one for all, the smallest unfinished transfer is at the head of
-the queue on both its ends, so the pipeline cannot lock up.
+the queue on both its ends, so the pipeline cannot lock up. One pair of GPUs fills
+their links, so a rank's transfers over NCCL follow one another.
+
+On GPUs nothing waits on the host but the end of a version: packing, messages and
+unpacking follow one another in streams of the device. What became of each message
+is asked before a version counts as sent or received, since a stream goes on after
+one that has failed.
 
 Checksums. In CPU memory the sender takes a checksum of each bucket as it goes
 on the wire, the receiver of each as it comes off, in a thread beside; after the
@@ -17,18 +23,17 @@ buckets, each pair exchanges one message with all of a version's, and compares.
 from __future__ import annotations
 
 import logging
-import os
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from awex_core.errors import TransferError, first_line
 from awex_core.layout.live import Memory
@@ -37,7 +42,9 @@ from awex_core.plan.split import split_pieces
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.buckets import Bucket, BucketViews, bucket_size, make_buckets, unpacked_pieces
 from awex_core.transfer.checksum import checksum, damage, is_checked
-from awex_core.transfer.handshake import SECRET_NBYTES, authenticate_members, draw_secret
+from awex_core.transfer.group_member import Group, GroupAddress, host_store
+from awex_core.transfer.handshake import SECRET_NBYTES, draw_secret
+from awex_core.transfer.packing import BucketCopies, open_bucket
 from awex_core.transfer.transport import End, Transport, read_value
 
 if TYPE_CHECKING:
@@ -46,31 +53,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAME = "nccl"
-_CUMEM = "nccl_cumem_enable"
-_ABORT_TAG = 1
-"""Of a message that nobody sends; weights have tag 0."""
 
 SLOTS = 3
 """Staging buckets per rank: one being packed or unpacked, one on the wire, one waiting."""
 
+POLL_S = 50e-6
+"""Between two looks at whether the device has done with a message; torch's own wait sleeps twenty times as long."""
+
+DRAIN_S = 30.0
+"""By when a device must have done with what was launched on it, once no message holds it any more."""
+
 IN_FLIGHT = 64
 """Transfers under way per rank; those beyond ``SLOTS`` use live memory, and hide each other's handshakes."""
-
-
-@dataclass(frozen=True)
-class GroupAddress:
-    """Where the members of a group meet: the store's address, who is who, and the secret they share."""
-
-    host: str
-    port: int
-    writers: int
-    workers: int
-    secret: bytes = field(repr=False)
-
-    @property
-    def size(self) -> int:
-        """Members: writer ranks first, then workers."""
-        return self.writers + self.workers
 
 
 class GroupMeeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -121,131 +115,12 @@ def _meeting_point(end: End) -> GroupAddress:
     return GroupAddress(meeting.host, meeting.port, len(end.writers), len(end.workers), meeting.secret)
 
 
-def host_store(host: str, members: int, deadline: Deadline) -> dist.TCPStore:
-    """Start a store that the members of one group meet at, on a port chosen by the system."""
-    return dist.TCPStore(
-        host,
-        0,
-        members,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=deadline.remaining("a port to listen on")),
-    )
-
-
-class Group:
-    """One member of a transfer group; made by ``join``."""
-
-    def __init__(self, address: GroupAddress, rank: int, device: torch.device, backend: Any, *stores: dist.Store):
-        """``stores`` are those that it takes, and the one that this process hosts: there as long as this member is."""
-        self.address, self.rank, self.device, self._pg, self._stores = address, rank, device, backend, stores
-
-    @classmethod
-    def join(
-        cls,
-        address: GroupAddress,
-        rank: int,
-        device: torch.device,
-        interface: str,
-        deadline: Deadline,
-        *,
-        store: dist.TCPStore | None = None,
-    ) -> Group:
-        """Join, and have every member of the other side prove that it belongs here; blocks until all have.
-
-        Args:
-            address: where to meet.
-            rank: this member's rank in the group.
-            device: decides the backend: NCCL for CUDA, gloo otherwise.
-            interface: the IP address gloo listens on.
-            deadline: by when all have joined.
-            store: the one to meet at, if this process hosts it: it is there as long as this member is.
-
-        Raises:
-            TransferError: not everyone arrived before the deadline, or someone does not know the secret.
-        """
-        timeout = timedelta(seconds=deadline.remaining("the transfer group"))
-        try:
-            mine = dist.TCPStore(address.host, address.port, address.size, False, timeout)
-            if device.type == "cuda":
-                _agree_on_cumem(mine, rank)
-            backend = _backend(mine, rank, address.size, device, interface, timeout)
-        except (RuntimeError, ValueError) as error:
-            raise TransferError(
-                f"transfer group of {address.size} members at {address.host}:{address.port}: member {rank} could not "
-                f"join within {timeout.total_seconds():.0f} s: {error}"
-            ) from error
-        group = cls(address, rank, device, backend, mine, *([store] if store is not None else []))
-        try:
-            authenticate_members(group, address.secret, rank, address.writers, address.workers, deadline)
-        except BaseException:
-            group.close()
-            raise
-        return group
-
-    def send(self, tensor: torch.Tensor, peer: int) -> Any:
-        """Start sending; returns the work to wait for."""
-        return self._pg.send([tensor], peer, 0)
-
-    def receive(self, tensor: torch.Tensor, peer: int) -> Any:
-        """Start receiving; returns the work to wait for."""
-        return self._pg.recv([tensor], peer, 0)
-
-    def abort(self) -> None:
-        """From another thread: whoever waits for a peer, here or at the other ends, gets an error."""
-        if self.device.type == "cuda":
-            self.close()
-            return
-        # Gloo's own abort wakes nobody. A wait that runs out breaks every pair of a context, so let one do so. A pair
-        # that a peer has left fails at once instead and breaks no other: so ask all.
-        nothing = torch.empty(1, dtype=torch.uint8)
-        for peer in range(self.address.size):
-            if peer != self.rank:
-                with suppress(RuntimeError):
-                    self._pg.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-
-    def close(self) -> None:
-        """Leave the group and end what is pending in it."""
-        for name in ("abort", "shutdown"):
-            with suppress(Exception):  # closing a broken group may fail in any way; nothing is left to save
-                getattr(self._pg, name, lambda: None)()
-
-
-def _agree_on_cumem(store: dist.Store, rank: int) -> None:
-    """Members must share memory in one way: when they do not, NCCL fails in the middle of a transfer.
-
-    Raises:
-        TransferError: this member's ``NCCL_CUMEM_ENABLE`` is not the first one's.
-    """
-    mine = os.environ.get("NCCL_CUMEM_ENABLE", "unset")
-    if rank == 0:
-        store.set(_CUMEM, mine)
-    first = store.get(_CUMEM).decode()
-    if first != mine:
-        raise TransferError(
-            f"NCCL_CUMEM_ENABLE is {first} on the trainer and {mine} here (SGLang sets it to 0); "
-            "start the trainer with the same value"
-        )
-
-
-def _backend(store: dist.Store, rank: int, size: int, device: torch.device, interface: str, timeout: timedelta) -> Any:
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface)]
-    options._threads = 2
-    return dist.ProcessGroupGloo(store, rank, size, options)
-
-
 @dataclass(frozen=True)
 class _Transfer:
     peer: int
     pieces: CopyProgram
     bucket: Bucket
-    views: BucketViews
+    views: BucketViews | BucketCopies
 
 
 @dataclass
@@ -267,6 +142,7 @@ class _Pipeline:
         self._slots: list[torch.Tensor] = []
         self._free: deque[torch.Tensor] = deque()
         self._pending: deque[_Pending] = deque()
+        self._unseen: deque[_Pending] = deque()
         self._cached: tuple[Programs, tuple[int, ...], list[_Transfer]] | None = None
         self._sums: dict[int, list[Future[int]]] = {}
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="awex-checksum")
@@ -287,7 +163,7 @@ class _Pipeline:
         for peer, program in programs.items():
             source, destination = (self._rank, peer) if self._sending else (peer, self._rank)
             for b, (pieces, bucket) in enumerate(plan_buckets(program, self._limit, direct=direct)):
-                views = BucketViews(pieces, bucket, memory, "src" if self._sending else "dst")
+                views = open_bucket(pieces, bucket, memory, "src" if self._sending else "dst")
                 yield (b, (source + destination) % spread, source, destination), _Transfer(peer, pieces, bucket, views)
 
     def begin(self, transfers: list[_Transfer], progress: Progress) -> None:
@@ -296,7 +172,7 @@ class _Pipeline:
         size, count = max(staged, default=0), min(SLOTS, len(staged))
         if len(self._slots) < count or (count and self._slots[0].numel() < size):
             self._slots = [torch.empty(size, dtype=torch.uint8, device=self._group.device) for _ in range(count)]
-        self._free, self._pending = deque(self._slots), deque()
+        self._free, self._pending, self._unseen = deque(self._slots), deque(), deque()
         self._sums = {}
         progress.staging(sum(slot.numel() for slot in self._slots))
 
@@ -317,13 +193,56 @@ class _Pipeline:
             pending.sum = self._beside.submit(checksum, pending.wire)
             self._sums.setdefault(pending.transfer.peer, []).append(pending.sum)
 
+    def await_message(self, pending: _Pending, progress: Progress, deadline: Deadline) -> None:
+        """What this thread does next, here or on the device, comes after this message.
+
+        Raises:
+            TransferError: see ``wait``; ``version`` tells the rest of a device.
+        """
+        if self._group.in_streams:
+            self._named(pending.work.wait, pending.transfer.peer, progress)
+            self._unseen.append(pending)
+        else:
+            self.wait(pending.work, pending.transfer.peer, progress, deadline)
+
     def finish(self, pending: _Pending, progress: Progress) -> None:
-        """Give the slot back and count the bytes."""
+        """Give the slot back, and count the bytes if they have arrived for certain."""
         if pending.slot is not None:
             if pending.sum is not None:
                 pending.sum.result()  # it still reads the slot
             self._free.append(pending.slot)
-        progress.moved(NAME, pending.transfer.bucket.payload)
+        if not self._group.in_streams:
+            progress.moved(NAME, pending.transfer.bucket.payload)
+
+    @contextmanager
+    def version(self, progress: Progress, deadline: Deadline) -> Iterator[None]:
+        """Around the messages of one: when this ends, the device has done what it was given, also after a failure.
+
+        Nothing then writes to live memory any more, or reads it.
+
+        Raises:
+            TransferError, SyncTimeout: see ``wait``.
+        """
+        try:
+            yield
+            self._see_arrived(progress, deadline)
+        except BaseException:
+            if self._group.in_streams:
+                self._group.abort()  # what is unpacked waits for messages that may never come
+            raise
+        finally:
+            _drain(self._group.device)
+
+    def _see_arrived(self, progress: Progress, deadline: Deadline) -> None:
+        """See that every message which only the device has waited for has arrived: its stream goes on after any."""
+        while self._unseen:
+            pending = self._unseen.popleft()
+            peer = pending.transfer.peer
+            while not pending.work.is_completed():
+                deadline.remaining(f"{self.name(peer)} ({progress.nbytes} bytes done)")
+                time.sleep(POLL_S)
+            self.wait(pending.work, peer, progress, deadline)
+            progress.moved(NAME, pending.transfer.bucket.payload)
 
     def name(self, peer: int) -> str:
         """Who the other end is."""
@@ -335,10 +254,13 @@ class _Pipeline:
         Raises:
             TransferError: it failed or did not finish in time; names the peer and the bytes done.
         """
+        left = deadline.remaining(f"{self.name(rank)} ({progress.nbytes} bytes done)")
+        self._named(lambda: work.wait(timedelta(seconds=left)), rank, progress)
+
+    def _named(self, wait: Callable[[], Any], rank: int, progress: Progress) -> None:
         peer = self.name(rank)
-        left = deadline.remaining(f"{peer} ({progress.nbytes} bytes done)")
         try:
-            work.wait(timedelta(seconds=left))
+            wait()
         except RuntimeError as error:
             verb = "sending to" if self._sending else "receiving from"
             raise TransferError(f"{verb} {peer} failed after {progress.nbytes} bytes: {first_line(error)}") from error
@@ -352,8 +274,8 @@ class _Pipeline:
         self._group.close()
         self._beside.shutdown(cancel_futures=True)
         self._slots, self._cached = [], None
-        self._free.clear()
-        self._pending.clear()
+        for held in (self._free, self._pending, self._unseen):
+            held.clear()
 
 
 class GroupSender(_Pipeline):
@@ -366,18 +288,22 @@ class GroupSender(_Pipeline):
         """Send every piece to every worker of the engine."""
         transfers = self.transfers(programs, memory)
         self.begin(transfers, progress)
-        for transfer in transfers:
-            while not self.has_room(transfer):
+        with self.version(progress, deadline):
+            for transfer in transfers:
+                while not self.has_room(transfer):
+                    self._complete(progress, deadline)
+                self._start(transfer)
+            while self._pending:
                 self._complete(progress, deadline)
-            pending = self.claim(transfer)
-            if pending.slot is not None:
-                transfer.views.pack(pending.wire)
-            self.sum_up(pending)
-            pending.work = self._group.send(pending.wire, self._group.address.writers + transfer.peer)
-            self._pending.append(pending)
-        while self._pending:
-            self._complete(progress, deadline)
         self._send_checksums(progress, deadline)
+
+    def _start(self, transfer: _Transfer) -> None:
+        pending = self.claim(transfer)
+        if pending.slot is not None:
+            transfer.views.pack(pending.wire)
+        self.sum_up(pending)
+        pending.work = self._group.send(pending.wire, self._group.address.writers + transfer.peer)
+        self._pending.append(pending)
 
     def _send_checksums(self, progress: Progress, deadline: Deadline) -> None:
         messages = {peer: torch.tensor([each.result() for each in sums]) for peer, sums in self._sums.items()}
@@ -388,7 +314,7 @@ class GroupSender(_Pipeline):
 
     def _complete(self, progress: Progress, deadline: Deadline) -> None:
         pending = self._pending.popleft()
-        self.wait(pending.work, pending.transfer.peer, progress, deadline)
+        self.await_message(pending, progress, deadline)
         self.finish(pending, progress)
 
 
@@ -402,20 +328,26 @@ class GroupReceiver(_Pipeline):
         """Receive every piece from every writer rank."""
         transfers = self.transfers(programs, memory)
         self.begin(transfers, progress)
-        ahead = 0
-        for _ in transfers:
-            while ahead < len(transfers) and self.has_room(transfers[ahead]):
-                pending = self.claim(transfers[ahead])
-                pending.work = self._group.receive(pending.wire, pending.transfer.peer)
-                self._pending.append(pending)
-                ahead += 1
-            pending = self._pending.popleft()
-            self.wait(pending.work, pending.transfer.peer, progress, deadline)
-            self.sum_up(pending)
-            if pending.slot is not None:
-                pending.transfer.views.unpack(pending.wire)
-            self.finish(pending, progress)
+        waiting = deque(transfers)
+        with self.version(progress, deadline):
+            for _ in transfers:
+                while waiting and self.has_room(waiting[0]):
+                    self._start(waiting.popleft())
+                self._complete(progress, deadline)
         self._compare_checksums(transfers, progress, deadline)
+
+    def _start(self, transfer: _Transfer) -> None:
+        pending = self.claim(transfer)
+        pending.work = self._group.receive(pending.wire, transfer.peer)
+        self._pending.append(pending)
+
+    def _complete(self, progress: Progress, deadline: Deadline) -> None:
+        pending = self._pending.popleft()
+        self.await_message(pending, progress, deadline)
+        self.sum_up(pending)
+        if pending.slot is not None:
+            pending.transfer.views.unpack(pending.wire)
+        self.finish(pending, progress)
 
     def _compare_checksums(self, transfers: list[_Transfer], progress: Progress, deadline: Deadline) -> None:
         """Find what has changed on the way. It lies in its place by now, and must be received again."""
@@ -429,6 +361,22 @@ class GroupReceiver(_Pipeline):
                 if sent != found.result():
                     what = damage(transfer.pieces, transfer.bucket, number, self.name(peer), progress.nbytes)
                     progress.damaged.append(what)
+
+
+def _drain(device: torch.device) -> None:
+    """Wait until the device's stream has done what it was given.
+
+    Raises:
+        TransferError: it has not within ``DRAIN_S``.
+    """
+    if device.type != "cuda":
+        return
+    done, limit = torch.cuda.Event(), time.monotonic() + DRAIN_S
+    done.record(torch.cuda.current_stream(device))
+    while not done.query():
+        if time.monotonic() > limit:
+            raise TransferError(f"{device} did not end a transfer within {DRAIN_S:.0f} s; restart this process")
+        time.sleep(POLL_S)
 
 
 def plan_buckets(program: CopyProgram, limit: int, *, direct: bool) -> list[tuple[CopyProgram, Bucket]]:

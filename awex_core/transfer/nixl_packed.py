@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from awex_core.layout.live import Memory
-from awex_core.transfer.buckets import BucketViews
 from awex_core.transfer.checksum import is_checked
 from awex_core.transfer.nixl_agent import Runs
 from awex_core.transfer.nixl_lots import Lot
 from awex_core.transfer.nixl_peers import NixlBuffer, as_buffer
+from awex_core.transfer.packing import open_bucket
 from awex_core.transfer.views import descriptor_view
 
 
@@ -22,7 +22,7 @@ class PackedLot:
 
     def __init__(self, lot: Lot, memory: Memory, side: Literal["src", "dst"]) -> None:
         self.lot, self.nbytes = lot, lot.bucket.payload
-        self._views = BucketViews(lot.pieces, lot.bucket, memory, side)
+        self._views = open_bucket(lot.pieces, lot.bucket, memory, side)
         pieces = range(lot.bucket.begin, lot.bucket.end)
         self._begins = lot.bucket.offset.tolist()
         self._sizes = lot.pieces.nbytes[lot.bucket.begin : lot.bucket.end].tolist()

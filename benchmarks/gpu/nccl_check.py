@@ -26,7 +26,8 @@ from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory, ShardCollector
 from awex_core.plan import index_sources, lower_copies, plan_copies
 from awex_core.transfer.base import Deadline, Progress
-from awex_core.transfer.group import Group, GroupAddress, GroupReceiver, GroupSender, host_store
+from awex_core.transfer.group import GroupReceiver, GroupSender
+from awex_core.transfer.group_member import Group, GroupAddress, host_store
 from awex_core.transfer.handshake import SECRET_NBYTES
 from awex_core.verify.lanes import digest_program
 

@@ -26,7 +26,7 @@ from awex_core.errors import TransferError
 from awex_core.layout.live import Memory
 from awex_core.plan import CopyProgram
 from awex_core.testing.transport import Meeting, Peers, TransportTests, failure, grid_case, plan_programs, row_case
-from awex_core.transfer import group, shm, shm_staged
+from awex_core.transfer import group, group_member, shm, shm_staged
 from awex_core.transfer.base import Deadline, Programs, Progress
 from awex_core.transfer.handshake import SECRET_NBYTES, draw_secret
 
@@ -323,7 +323,7 @@ class GlooWiring:
         self, meeting: Meeting, rank: int, programs: dict[int, CopyProgram], memory: Memory, deadline: Deadline
     ) -> group.GroupSender:
         if rank == 0:
-            STORES[:] = [group.host_store(LOCAL, meeting.writers + meeting.workers, deadline)]
+            STORES[:] = [group_member.host_store(LOCAL, meeting.writers + meeting.workers, deadline)]
             meeting.put("port", str(STORES[0].port).encode())
         return group.GroupSender(self._join(meeting, rank, deadline), rank, meeting.bucket_nbytes)
 
@@ -333,10 +333,10 @@ class GlooWiring:
         member = self._join(meeting, meeting.writers + rank, deadline)
         return group.GroupReceiver(member, rank, meeting.bucket_nbytes)
 
-    def _join(self, meeting: Meeting, member: int, deadline: Deadline) -> group.Group:
+    def _join(self, meeting: Meeting, member: int, deadline: Deadline) -> group_member.Group:
         port = int(meeting.get("port", deadline))
-        address = group.GroupAddress(LOCAL, port, meeting.writers, meeting.workers, SECRET)
-        return group.Group.join(address, member, torch.device("cpu"), LOCAL, deadline)
+        address = group_member.GroupAddress(LOCAL, port, meeting.writers, meeting.workers, SECRET)
+        return group_member.Group.join(address, member, torch.device(self.device), LOCAL, deadline)
 
     def staging_nbytes(self, bucket_nbytes: int, pairs: int) -> int:
         return 3 * bucket_nbytes
@@ -392,17 +392,17 @@ class TestGloo(TransportTests):
         meeting = Meeting(tmp_path, 1, 1, 1 << 20)
         error, took_s = failure(peers["writer 0"].start(join_alone, meeting, 2.0), 20)
         assert error.kind == "TransferError" and "transfer group of 2 members" in error.message
-        assert "member 0 could not join within 2 s" in error.message and took_s < 10
+        assert "member 0 could not join within 2 s: member(s) [1] did not come" in error.message and took_s < 10
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["all there", "the next rank has left"])
 def test_abort_wakes_a_sender_whatever_the_others_do(left: bool) -> None:
     deadline = Deadline.after(60)
-    store = group.host_store(LOCAL, 3, deadline)
-    address = group.GroupAddress(LOCAL, store.port, 2, 1, SECRET)
+    store = group_member.host_store(LOCAL, 3, deadline)
+    address = group_member.GroupAddress(LOCAL, store.port, 2, 1, SECRET)
     with ThreadPoolExecutor(3) as pool:
         joining = [
-            pool.submit(group.Group.join, address, rank, torch.device("cpu"), LOCAL, deadline)
+            pool.submit(group_member.Group.join, address, rank, torch.device("cpu"), LOCAL, deadline)
             for rank in range(address.size)
         ]
         members = [each.result(60) for each in joining]
@@ -430,11 +430,11 @@ def join_alone(meeting: Meeting, limit_s: float) -> None:
 class Stranger:
     """Reaches the store, and so knows all that is in it, and takes a member's place in the group."""
 
-    def __init__(self, address: group.GroupAddress, rank: int, deadline: Deadline) -> None:
+    def __init__(self, address: group_member.GroupAddress, rank: int, deadline: Deadline) -> None:
         self.device = torch.device("cpu")
         left = timedelta(seconds=deadline.remaining("the store"))
         self.store = dist.TCPStore(address.host, address.port, address.size, False, left)
-        self._pg = group._backend(self.store, rank, address.size, self.device, LOCAL, left)
+        self._pg = group_member._backend(self.store, rank, address.size, self.device, LOCAL, left)
 
     def seen(self) -> bytes:
         """All values of the store."""
@@ -457,7 +457,9 @@ def mirror(heard: torch.Tensor, *, writing: bool) -> torch.Tensor:
     return heard[32:].clone() if writing else torch.cat([heard, heard])
 
 
-def intrude(address: group.GroupAddress, taken: int, attack: Callable[..., torch.Tensor], deadline: Deadline) -> bytes:
+def intrude(
+    address: group_member.GroupAddress, taken: int, attack: Callable[..., torch.Tensor], deadline: Deadline
+) -> bytes:
     """Take rank ``taken`` of one writer and two workers; returns what there is to see in the store."""
     stranger = Stranger(address, taken, deadline)
     writing, left = taken == 0, timedelta(seconds=10)
@@ -474,14 +476,14 @@ def intrude(address: group.GroupAddress, taken: int, attack: Callable[..., torch
 @pytest.mark.parametrize(("taken", "named"), [(0, "writer rank 0"), (2, "worker 1")])
 def test_a_stranger_in_a_members_place_is_refused(attack: Callable[..., torch.Tensor], taken: int, named: str) -> None:
     deadline = Deadline.after(60)
-    store = group.host_store(LOCAL, 3, deadline)
-    address = group.GroupAddress(LOCAL, store.port, 1, 2, draw_secret())
+    store = group_member.host_store(LOCAL, 3, deadline)
+    address = group_member.GroupAddress(LOCAL, store.port, 1, 2, draw_secret())
     assert str(address.secret) not in repr(address)
 
     with ThreadPoolExecutor(3) as pool:
         intruder = pool.submit(intrude, address, taken, attack, deadline)
         members = {
-            rank: pool.submit(group.Group.join, address, rank, torch.device("cpu"), LOCAL, deadline)
+            rank: pool.submit(group_member.Group.join, address, rank, torch.device("cpu"), LOCAL, deadline)
             for rank in range(3)
             if rank != taken
         }
@@ -499,10 +501,10 @@ def test_a_stranger_in_a_members_place_is_refused(attack: Callable[..., torch.Te
 
 def test_a_member_that_proves_nothing_is_named_at_the_deadline() -> None:
     deadline = Deadline.after(3)
-    store = group.host_store(LOCAL, 2, deadline)
-    address = group.GroupAddress(LOCAL, store.port, 1, 1, draw_secret())
+    store = group_member.host_store(LOCAL, 2, deadline)
+    address = group_member.GroupAddress(LOCAL, store.port, 1, 1, draw_secret())
     with ThreadPoolExecutor(1) as pool:
         silent = pool.submit(Stranger, address, 1, deadline)
         with pytest.raises(TransferError, match="worker 0 did not prove that it belongs"):
-            group.Group.join(address, 0, torch.device("cpu"), LOCAL, deadline)
+            group_member.Group.join(address, 0, torch.device("cpu"), LOCAL, deadline)
         silent.result(60)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.kernels.kernel_checks import check_casts, check_copies, check_digests
+from tests.support.kernels.kernel_checks import check_buckets, check_casts, check_copies, check_digests
 
 pytestmark = pytest.mark.gpu
 
@@ -27,3 +27,8 @@ def test_digests(seed: int, side: Any) -> None:
 
 def test_casts() -> None:
     check_casts(DEVICE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_buckets(seed: int) -> None:
+    check_buckets(DEVICE, seed)

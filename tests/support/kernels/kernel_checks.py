@@ -19,6 +19,9 @@ from awex_core.layout.live import Memory
 from awex_core.modes import LANES
 from awex_core.numerics.casts import cast, cast_into
 from awex_core.plan.copies import tensor_seeds
+from awex_core.plan.split import split_pieces
+from awex_core.transfer.buckets import BucketViews, make_buckets
+from awex_core.transfer.packing import BucketCopies
 from awex_core.transfer.views import descriptor_view
 from awex_core.verify.lanes import digest_program, lane_of
 from tests.support.kernels.floats import PAIRS, specimens
@@ -30,6 +33,8 @@ LAYOUTS = {(False, False), (True, False), (True, True)}
 """Whether a batch is packed, and flat."""
 WORDS = {1, 2, 4, 8}
 """Elements in a word."""
+BUCKET = 8192
+"""Bytes of those that are packed."""
 SEED = 1
 """The first whose small programs have all of that."""
 TENSORS = [CanonicalTensor(f"t{index:03}", (4,), "bfloat16") for index in range(100)]
@@ -97,6 +102,27 @@ def check_digests(device: torch.device, seed: int, side: Any, **options: Any) ->
     return batches
 
 
+def check_buckets(device: torch.device, seed: int, **options: Any) -> None:
+    """Buckets that the kernels pack are those that torch packs on the CPU, and they unpack them as it does."""
+    program, src_sizes, dst_sizes = random_program(seed, 60, len(TENSORS), **options)
+    pieces, cpu = split_pieces(program, BUCKET), torch.device("cpu")
+    (values, source), (expected, found) = (
+        [random_memory(sizes, 1, where) for where in (cpu, device)] for sizes in (src_sizes, dst_sizes)
+    )
+    # Two buffers in turn, as a pipeline stages: each bucket comes to know one of them, some both.
+    staging = [torch.zeros(2 * BUCKET, dtype=torch.uint8, device=device) for _ in range(2)]
+    for number, bucket in enumerate(make_buckets(pieces, BUCKET)):
+        packed, wanted = staging[number % 2].zero_(), torch.zeros(2 * BUCKET, dtype=torch.uint8)
+        BucketCopies(pieces, bucket, source, "src").pack(packed)
+        BucketViews(pieces, bucket, values, "src").pack(wanted)
+        assert torch.equal(packed.cpu(), wanted), bucket
+        end = BucketCopies(pieces, bucket, found, "dst")
+        BucketViews(pieces, bucket, expected, "dst").unpack(wanted)
+        for each in (packed, staging[1 - number % 2].copy_(packed)):
+            end.unpack(each)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found.buffers, expected.buffers, strict=True))
+
+
 def main() -> None:
     """All checks on the CPU."""
     from awex_core.kernels.gpu import _COPY_BLOCK
@@ -110,6 +136,7 @@ def main() -> None:
     assert {batch.per_word for batch in digests} == WORDS
     assert max((batch.table[:, 2] * batch.table[:, 3]).max() for batch in copies) > _COPY_BLOCK
     check_casts(device)
+    check_buckets(device, SEED, **small)
     print("kernels: the same")
 
 
