@@ -14,12 +14,11 @@ import time
 import torch
 
 from awex_core.layout.live import ShardCollector
-from awex_core.meta.server import MetaServer
 from awex_core.modes import VerifyMode
 from awex_core.settings.config import SyncConfig
 from awex_core.sync.writer import WeightWriter
 from awex_core.testing.fake_engine import FakeEngine, fake_weights
-from benchmarks.processes import Peer, run_pair
+from benchmarks.processes import Peer, meta_server, run_pair
 from benchmarks.report import Figure
 
 ROUNDS = 60
@@ -35,8 +34,8 @@ Times = dict[str, list[float]]
 
 def control() -> list[Figure]:
     """Versions one after another into an engine of two workers; each figure is a median."""
-    with MetaServer(TOKEN) as meta:  # this process does nothing else
-        times, pauses = run_pair(_trainer, _engine, meta.address)[0]
+    with meta_server(TOKEN) as address:
+        times, pauses = run_pair(_trainer, _engine, address)[0]
     note = f"fake engine of {WORLD} workers, {ROUNDS} versions after the first two"
     figures = [(f"write_weights_{mode}_ms", seconds, GOAL_MS) for mode, seconds in times.items()]
     figures += [(f"update_{mode}_ms", seconds, None) for mode, seconds in pauses.items()]

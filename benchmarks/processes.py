@@ -6,12 +6,16 @@ import multiprocessing
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from awex_core.meta.server import MetaServer
+
 _GRACE_S = 5.0
+_START_S = 60.0
 
 
 class Peer:
@@ -34,6 +38,27 @@ class Peer:
         """Return on both ends at about the same time."""
         self.send(None)
         self.ask()
+
+
+@contextmanager
+def meta_server(token: str) -> Iterator[str]:
+    """A meta server in a process of its own, as in a job; its address."""
+    line, theirs = multiprocessing.get_context("spawn").Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=_serve, args=(token, theirs), daemon=True)
+    child.start()
+    try:
+        if not line.poll(_START_S):
+            raise TimeoutError(f"the meta server was not up after {_START_S:g} s")
+        yield line.recv()
+    finally:
+        child.terminate()
+        child.join()
+
+
+def _serve(token: str, line: Connection) -> None:
+    server = MetaServer(token)
+    line.send(server.address)
+    server.run()
 
 
 End = Callable[..., Any]

@@ -50,7 +50,7 @@ class WeightReader:
         self.ownership = Ownership(model, member.report_weights)
         self._ready = Preparation(model, member, self.ownership, context, lambda: self._connection.close())
         self._connection = Connection(model, member, self._ready, context)
-        verification = Verification(model, member, self._ready, self.ownership)
+        self._verification = verification = Verification(model, member, self._ready, self.ownership)
         self._lending = Lending(model, member, verification, context)
         self._reception = Reception(model, self._connection, verification, self._lending)
         self._attempt: Attempt | None = None
@@ -173,6 +173,7 @@ class WeightReader:
             if self._ready.shadow is not None:
                 attempt.pieces = self._ready.shadow.select(attempt.only, traced.temporary_tensors)
             attempt.figures["plan_s"] = session.plan_s
+            self._verification.ask(attempt, session.writers)
         except Exception as error:
             self._attempt = self._attempt or Attempt(version or self.version, "", Deadline.after(0))
             self._fail(self._attempt, error)

@@ -43,7 +43,6 @@ class Reception:
             raise TransferError(f"version {attempt.version} was not connected; call connect first")
         check_quiet()
         session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
-        self._verification.ask(attempt, session.writers)
         begun = time.perf_counter()
         # Of the second buffer nobody else knows.
         attempt.progress.kept = shadow is not None or self._ownership.state == "held"

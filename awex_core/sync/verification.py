@@ -144,7 +144,7 @@ class Verification:
             raise VerifyError(list_faults(summary, faults))
 
     def ask(self, attempt: Attempt, writers: int) -> None:
-        """Begin to ask for what ``verify`` compares with: it comes while the bytes do."""
+        """Begin to ask for what ``verify`` compares with: it comes while the engine is paused and the bytes arrive."""
         if attempt.verify == "off":
             return
         answer = attempt.expected = Future()

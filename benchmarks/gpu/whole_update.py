@@ -27,7 +27,6 @@ import torch
 from rich.console import Console
 
 from awex_core.layout.live import ShardCollector
-from awex_core.meta.server import MetaServer
 from awex_core.modes import VerifyMode
 from awex_core.settings.config import SyncConfig
 from awex_core.sync.result import SyncResult
@@ -35,6 +34,7 @@ from awex_core.sync.writer import WeightWriter
 from benchmarks.gpu.engines_follow import ENGINES, START_LIMIT_S, Case
 from benchmarks.gpu.timing import REPEATS, memcpy_s
 from benchmarks.models import QWEN3_30B_A3B, ModelShape, canonical_tensors
+from benchmarks.processes import meta_server
 from benchmarks.report import Figure, finish
 from tests.support.families.tiny_models import make_model
 
@@ -55,8 +55,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="update-"))
     token = os.urandom(16).hex()
     with ExitStack() as stack:
-        meta = stack.enter_context(MetaServer(token))
-        members = {"AWEX_META_SERVER": meta.address, "AWEX_TOKEN": token, "AWEX_JOB": "whole", "AWEX_RECEIVE": receive}
+        address = stack.enter_context(meta_server(token))
+        members = {"AWEX_META_SERVER": address, "AWEX_TOKEN": token, "AWEX_JOB": "whole", "AWEX_RECEIVE": receive}
         case = Case("whole", "qwen3-moe", {}, FLAGS)
         server = stack.enter_context(
             closing(ENGINES[engine](case, _model(shape, folder / "model"), folder / "engine", 0, members, follow=True))

@@ -175,8 +175,17 @@ class CoreGuard:
         if name == "connect":
             self._interrupted = ""
         found = self._command_workers(name, *arguments)
-        if name in ("receive", "repair"):
+        if name == "repair":
             self.weights, self.reason = worst(dict(found))
+
+    def _do_receive(self, version: str) -> bool:
+        """Have every worker receive; answers whether all hold the version, and then it is shown already."""
+        found = self._command_workers("receive", version)
+        self.weights, self.reason = worst({state: reason for state, reason, _ in found})
+        whole = all(received for *_, received in found)
+        if whole:
+            self._do_show(version)
+        return whole
 
     def _do_weights(self) -> list[str]:
         return [self.weights, self.reason]

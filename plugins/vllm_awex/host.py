@@ -28,6 +28,8 @@ class VllmHost:
     def __init__(self, engine: Any, kv: KvMode) -> None:
         self._engine, self._kv = engine, kv
         self._key = os.environ[COMMAND_KEY]
+        self._shown = ""
+        """What the answer to ``receive`` has said to be shown, until ``show`` is called."""
 
     async def _ask(self, command: str, *arguments: Any) -> list[Any]:
         return await compat.ask_cores(self._engine, self._key, command, *arguments)
@@ -60,7 +62,7 @@ class VllmHost:
 
     async def receive(self, version: Version) -> None:
         """See ``EngineHost.receive``."""
-        await self._ask("work", "receive", str(version))
+        self._shown = str(version) if all(await self._ask("receive", str(version))) else ""
 
     async def release(self) -> None:
         """See ``EngineHost.release``."""
@@ -72,7 +74,9 @@ class VllmHost:
 
     async def show(self, version: str) -> None:
         """See ``EngineHost.show``."""
-        await self._ask("show", version)
+        shown, self._shown = self._shown, ""
+        if shown != version:
+            await self._ask("show", version)
 
     async def resume(self) -> None:
         """See ``EngineHost.resume``; nothing was computed since the cache was dropped, so nothing stale is in it."""

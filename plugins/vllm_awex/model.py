@@ -32,7 +32,7 @@ from awex_core.engines.kept import check_filled, check_followed, is_demanded, wh
 from awex_core.errors import PlanError
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 from awex_core.layout.live import Memory, computed_faults, flat_bytes, own_tensors, place_of, tensor_name, unwritten
-from awex_core.layout.share import Place, join_buffers
+from awex_core.layout.share import join_buffers
 from awex_core.sync.engine import LoaderPathModule, TracedModel, describe_computed, left_out
 from awex_core.trace.cache import trace_model
 from awex_core.trace.computed import Computed, find_computed, with_tensors
@@ -101,8 +101,10 @@ class VllmWorkerModel:
         self._why_unsupported = why_unsupported
         self._model, self._vllm_config = model, vllm_config
         self._buffers: list[_Entry] = []
-        self._homes: dict[str, tuple[torch.nn.Module, str, Place | None]] = {}
-        """Where live tensors were when they were traced, by name: their module, their name there, and the place."""
+        self._homes: dict[str, tuple[torch.nn.Module, str, int]] = {}
+        """Where live tensors were when they were traced, by name: their module, their name there, and the address."""
+        self._flat: dict[int, torch.Tensor] = {}
+        """The memory of those, by buffer; as long as they are where they were it is the same."""
         self._replaced: list[_Replaced] = []
         self._refreshed: list[torch.nn.Module] = []
         self._derived: list[torch.nn.Module] = []
@@ -167,7 +169,7 @@ class VllmWorkerModel:
                 moves[index] = (len(buffers), shift)
                 buffers.append(Buffer(slot.full_name, storage.nbytes()))
                 self._buffers.append(_live(slot))
-                self._homes[slot.full_name] = (slot.module, slot.name, place_of(_live(slot)))
+                self._homes[slot.full_name] = (slot.module, slot.name, storage.data_ptr())
         self._replaced = list(replaced.values())
         paths = {id(module): path for path, module in self._model.named_modules()}
         packing = [m for m in self._model.modules() if compat.hides_copy(m) and id(m) not in replaced]
@@ -178,6 +180,7 @@ class VllmWorkerModel:
         layout = with_tensors(layout, computed.tensors)
         self._offered = {tensor: torch.empty(0) for tensor in computed.tensors}
         self._buffers = [*(self._buffers[index] for index in left), *computed.tensors]
+        self._flat = {i: flat_bytes(entry) for i, entry in enumerate(self._buffers) if isinstance(entry, torch.Tensor)}
         refreshed = tuple(paths[id(module)] for module in [*packing, *self._derived])
         aside = frozenset(i for i, entry in enumerate(self._buffers) if not isinstance(entry, torch.Tensor))
         loader_path = [*(_describe(owner) for owner in self._replaced), *describe_computed(computed)]
@@ -291,24 +294,22 @@ class VllmWorkerModel:
         """See ``WorkerModel.begin``."""
         for owner in self._replaced:
             owner.tensors = {name: compat.materialize(meta, self.device) for name, meta in owner.metas.items()}
-        moved = [name for name, (module, own, place) in self._homes.items() if _place_in(module, own) != place]
+        moved = [name for name, (module, own, address) in self._homes.items() if _address_of(module, own) != address]
         if moved:
             raise PlanError("parameters have been replaced since they were traced; restart the engine", moved)
         for tensor in self._offered:
             self._offered[tensor] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=self.device)
-        return Memory(tuple(flat_bytes(self._memory_of(entry)) for entry in self._buffers))
+        return Memory(tuple(self._memory_of(index, entry) for index, entry in enumerate(self._buffers)))
 
-    def _memory_of(self, entry: _Entry) -> torch.Tensor:
+    def _memory_of(self, index: int, entry: _Entry) -> torch.Tensor:
         if isinstance(entry, torch.Tensor):
-            return entry
-        return self._offered[entry] if isinstance(entry, CanonicalTensor) else entry[0].tensors[entry[1]]
+            return self._flat[index]
+        return flat_bytes(self._offered[entry] if isinstance(entry, CanonicalTensor) else entry[0].tensors[entry[1]])
 
     def lend(self) -> Memory:
         """See ``WorkerModel.lend``."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return Memory(
-            tuple(flat_bytes(entry) if isinstance(entry, torch.Tensor) else nothing for entry in self._buffers)
-        )
+        return Memory(tuple(self._flat.get(index, nothing) for index in range(len(self._buffers))))
 
     def live(self) -> Memory | None:
         """See ``WorkerModel.live``; on a CPU, packed copies are out of sight."""
@@ -353,9 +354,11 @@ class VllmWorkerModel:
         self._offered = {tensor: torch.empty(0) for tensor in self._offered}
 
 
-def _place_in(module: torch.nn.Module, name: str) -> Place | None:
-    tensor = own_tensors(module).get(name)
-    return place_of(tensor) if tensor is not None else None
+def _address_of(module: torch.nn.Module, name: str) -> int:
+    """Of the memory that a module's tensor lies in now; 0 if it has none."""
+    parameter = module._parameters.get(name)
+    tensor = module._buffers.get(name) if parameter is None else parameter
+    return tensor.untyped_storage().data_ptr() if tensor is not None and not tensor.is_meta else 0
 
 
 def _live(slot: _Slot) -> torch.Tensor:

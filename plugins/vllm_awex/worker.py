@@ -98,12 +98,13 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
         }
         return commands[name](*arguments)
 
-    def _receive(self, version: str) -> tuple[str, str]:
+    def _receive(self, version: str) -> tuple[str, str, bool]:
+        """The memory's state, why, and whether it is this version by now."""
         try:
             self.reader.receive(Version.parse(version))
         finally:
             self.reader.finish()
-        return self._state()
+        return *self._state(), str(self.reader.version) == version
 
     def _repair(self) -> tuple[str, str]:
         self.reader.repair()
