@@ -462,8 +462,13 @@ class ControllerClient(MetaClient):
         figures: Mapping[str, float] | None = None,
         live: bool = False,
         serves: Version = INITIAL,
+        wait_s: float = 0.0,
     ) -> ReportReply:
-        """A controller's word on its engine, see ``ReportEngine``. Commit only what the reply accepts."""
+        """A controller's word on its engine, see ``ReportEngine``. Commit only what the reply accepts.
+
+        The server waits for ``wait_s`` seconds for the engine's workers, at most ``MAX_POLL_S``.
+        """
+        wait_s = min(wait_s, MAX_POLL_S)
         message = ReportEngine(
             incarnation=incarnation,
             version=version,
@@ -472,8 +477,9 @@ class ControllerClient(MetaClient):
             figures=dict(figures or {}),
             live=live,
             serves=serves,
+            wait_s=wait_s,
         )
-        return self._post(message, ReportReply)
+        return self._post(message, ReportReply, wait_s=wait_s)
 
     def ask_catch_up(self, incarnation: str, *, timeout_s: float, verify: VerifyMode) -> None:
         """Let this controller's engine take what another engine serves; it comes as a catch-up in the view.

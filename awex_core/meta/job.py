@@ -16,7 +16,7 @@ from awex_core.errors import Refused
 from awex_core.meta.answers import Answers
 from awex_core.meta.limits import Limits, TokenBucket
 from awex_core.meta.machine import Machine
-from awex_core.meta.messages import Announce, Blobs, Get, GetBlobs, GetReply, JobStatus, Put, Role, Watch
+from awex_core.meta.messages import Announce, Blobs, Get, GetBlobs, GetReply, JobStatus, Put, ReportEngine, Role, Watch
 from awex_core.meta.requests import JOINS
 from awex_core.meta.store import JobStore
 
@@ -96,6 +96,8 @@ class Job(ABC):
                 "busy",
                 f"more than {limits.joins_per_s:g} joins a second after {limits.join_burst} at once; ask again later",
             )
+        if isinstance(message, ReportEngine):
+            await self._hear_workers(message)
         reply = await self.apply(name, message, body, repeat_key)
         if isinstance(message, Announce) and message.watch is not None:
             return _encode({"view": msgspec.Raw(await self._watch(message.watch))})
@@ -150,6 +152,13 @@ class Job(ABC):
         await self.current()
         await self._wait(audience, has_news, message.wait_s)
         return self._answers.encoded(self.store, self.source, message, self.now())
+
+    async def _hear_workers(self, message: ReportEngine) -> None:
+        """Until those have reported whose engine is to be committed, or it has failed."""
+        await self.current()
+        engine = self.store.awaits_workers(message)
+        if engine:
+            await self._wait(("controller", engine), lambda: not self.store.awaits_workers(message), message.wait_s)
 
     async def _get(self, message: Get) -> bytes:
         def value() -> bytes | None:

@@ -382,6 +382,8 @@ class ReportEngine(_Message, frozen=True):
     figures: dict[str, float] = {}
     live: bool = False
     serves: Version = INITIAL
+    wait_s: float = 0.0
+    """To commit: how long workers may yet take to report, whose words travel beside this one."""
 
 
 class ReportSender(_Message, frozen=True):

@@ -352,6 +352,15 @@ class JobStore:
             reply = msgspec.structs.replace(reply, live=True)
         return reply
 
+    def awaits_workers(self, message: ReportEngine) -> str:
+        """The engine that is to be committed, while some of its workers have not reported; empty where none has to."""
+        member = self._members.controllers.get(message.incarnation)
+        engine = self._engines.by_name.get(member.info.engine) if member is not None else None
+        sync = self._joined_by(engine.name, message.version) if engine is not None else ""
+        if engine is None or isinstance(sync, str) or message.outcome != "committed":
+            return ""
+        return engine.name if sync.awaits_workers(engine) else ""
+
     def report_worker(self, message: ReportWorker, now: float) -> ReportReply:
         """A worker's word: any failure fails its engine; all successes commit one that has no controller."""
         self._begin(now)

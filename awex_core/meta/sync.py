@@ -303,6 +303,10 @@ class Sync:
         self._end_if_done()
         self.leave_parked()
 
+    def awaits_workers(self, engine: Engine) -> bool:
+        """Whether an engine could be committed yet, once its other workers have reported."""
+        return self.parts[engine.name].outcome not in TERMINAL and bool(self._silent_workers(engine))
+
     def _silent_workers(self, engine: Engine) -> list[int]:
         """Workers that have not said they hold the version: all must, before the engine may commit."""
         return sorted(set(range(engine.world)) - self.reported.get(engine.name, set()))

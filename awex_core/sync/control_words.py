@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from awex_core.errors import AwexError, Fenced, TransferError
 from awex_core.meta.client import ControllerClient
-from awex_core.meta.messages import EngineOutcome, EngineState, JobView, Process, SyncView
+from awex_core.meta.messages import EngineOutcome, EngineState, JobView, Process, ReportReply, SyncView
 from awex_core.modes import VerifyMode
 from awex_core.protocol.controlling import Role, Standing, catch_up_opened, is_hearsay, role_after_joining
 from awex_core.protocol.updating import step_done, why_failed
@@ -69,15 +69,28 @@ class ControlWords:
         """Say it once more."""
         await self.set_state(self.me.state, self.me.reason)
 
-    async def report(
-        self, version: Version, outcome: EngineOutcome, reason: str = "", figures: dict[str, float] | None = None
-    ) -> tuple[bool, str]:
-        """Say how far a version is; returns whether that stands, and why not."""
+    async def report(self, version: Version, outcome: EngineOutcome, reason: str = "") -> None:
+        """Say how far a version is."""
         incarnation = self.me.incarnation
-        reply = await self.call(
-            lambda: self._client.report_engine(incarnation, version, outcome, reason=reason, figures=figures)
-        )
-        return reply.accepted, reply.reason
+        await self.call(lambda: self._client.report_engine(incarnation, version, outcome, reason=reason))
+
+    async def commit(self, version: Version, limit_s: float, figures: dict[str, float]) -> None:
+        """Say that the engine holds a version; its workers' own words may travel beside this one.
+
+        Raises:
+            TransferError: that does not stand; says why.
+        """
+        incarnation = self.me.incarnation
+
+        def report() -> ReportReply:
+            return self._client.report_engine(incarnation, version, "committed", figures=figures, wait_s=limit_s)
+
+        reply = await self.call(report)
+        if not reply.accepted:  # a server of an earlier release does not wait for them
+            await self.await_workers(version, limit_s, "reported")
+            reply = await self.call(report)
+        if not reply.accepted:
+            raise TransferError(f"version {version} was received but not committed: {reply.reason}")
 
     async def report_begun(self, version: Version, *, live: bool) -> None:
         """Say that the workers are connected for a version, and with ``live`` that the weights change from now on.

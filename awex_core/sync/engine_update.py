@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from awex_core.errors import AwexError, TransferError
+from awex_core.errors import AwexError
 from awex_core.meta.messages import SyncView
 from awex_core.protocol.controlling import Repair, Role
 from awex_core.protocol.updating import ENDS, Phase, after, after_interruption, ended_by
@@ -131,12 +131,7 @@ class EngineUpdate:
         await self._host.show(version, limit_s)
         self.decided.clear()
         try:
-            accepted, reason = await self._words.report(version, "committed", figures=update.figures)
-            if not accepted:  # the engine's call may have returned when its first workers were done
-                await self._words.await_workers(version, limit_s, "reported")
-                accepted, reason = await self._words.report(version, "committed", figures=update.figures)
-            if not accepted:
-                raise TransferError(f"version {version} was received but not committed: {reason}")
+            await self._words.commit(version, limit_s, update.figures)
             self._me.committed(version)
             self.committed_at = time.monotonic()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import msgspec
 
@@ -255,10 +256,12 @@ class WeightReader:
             if not self.controlled:
                 raise
             return
-        self._report(attempt)
         if self.controlled:
             self.version = attempt.version
+            # Beside what the engine does next; its commit waits until this is heard.
+            threading.Thread(target=self._report, args=(attempt,), name="awex-report", daemon=True).start()
         else:
+            self._report(attempt)
             self._wait_for_outcome(attempt.version)
 
     def _report(self, attempt: Attempt) -> None:

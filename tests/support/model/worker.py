@@ -382,12 +382,15 @@ class Worker(Process):
         except AwexError as error:
             yield from self._fail(attempt, error)
             return
+        self.world.checks.holds(self, attempt.version)
+        self.version = attempt.version
+        self.spawn(self._report(attempt.version), "report")
+
+    def _report(self, version: Version) -> Steps[None]:
         try:
-            self.world.checks.holds(self, attempt.version)
-            yield from self.rpc(m.ReportWorker(incarnation=self.incarnation, version=attempt.version))
+            yield from self.rpc(m.ReportWorker(incarnation=self.incarnation, version=version))
         except AwexError:
             pass  # the controller's commit is refused as long as this worker has not reported
-        self.version = attempt.version
 
     def _make_live(self, attempt: Attempt) -> Steps[None]:
         """``Reception.make_live``."""
