@@ -16,6 +16,7 @@ the trainer's shard into the engine's live parameter.
     settings    arguments, flags and environment variables
     sync        the actors: WeightWriter of a trainer's rank, WeightReader of an engine's worker, EngineController
                 of an engine; sessions between them; what else they need: shadow, snapshot, lender, ownership
+    relay       receivers without an engine: a version held in memory for others, or taken into files
     engines     what engine plugins share: the engine's own calls, the gate, what a model holds beside a checkpoint
     trainers    what trainer plugins share; attach(): any torch.nn.Module as a trainer
     stacks      where a process hangs

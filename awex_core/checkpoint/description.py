@@ -34,6 +34,8 @@ _DTYPES = {
 }
 """Names of element types in safetensors headers."""
 
+_FILE_DTYPES = {dtype: name for name, dtype in _DTYPES.items()}
+
 _FIELDS = ("model_type", "vocab_size", "tie_word_embeddings", "quantization_config")
 """What is read of a transformers config object."""
 
@@ -118,6 +120,11 @@ def config_fields(source: Any, more: Iterable[str] = ()) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} holds {type(fields).__name__}, not the fields of a model's config")
     return fields
+
+
+def dtype_in_files(dtype: str) -> str:
+    """What safetensors headers call an element type."""
+    return _FILE_DTYPES[dtype]
 
 
 def find_folder(source: str) -> Path:

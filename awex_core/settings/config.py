@@ -51,6 +51,7 @@ VARIABLES = {
     "delta": "AWEX_DELTA",
     "delta_whole_every": "AWEX_DELTA_WHOLE_EVERY",
     "delta_base": "AWEX_DELTA_BASE",
+    "address": "AWEX_ADDRESS",
 }
 """Each field's variable; ``token`` and ``tls`` are files' affairs."""
 
@@ -110,6 +111,8 @@ class SyncConfig:
     """After so many versions one is sent whole."""
     delta_base: DeltaBase = "host"
     """Where a writer rank keeps what an engine holds: ``host`` memory, or ``disk:/FOLDER``."""
+    address: str = ""
+    """IP address at which others reach this process; empty for that by which it reaches the meta server."""
 
     def __post_init__(self) -> None:
         check(self)

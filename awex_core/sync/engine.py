@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -123,6 +123,14 @@ class WorkerModel(Protocol):
 
     def abort(self) -> None:
         """The version failed: free what ``begin`` allocated. Live weights may be mixed."""
+
+
+@runtime_checkable
+class SwapsMemory(Protocol):
+    """A ``WorkerModel`` that can have its weights in other memory from one moment to the next: nothing points at it."""
+
+    def swap(self, received: Memory) -> Memory:
+        """Take ``received``, which has the layout's buffers, for the live memory; returns what that was until now."""
 
 
 class EngineHost(Protocol):

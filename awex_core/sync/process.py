@@ -26,7 +26,7 @@ def this_process(config: SyncConfig, device: str = "cpu") -> Process:
     """Describe this process, with a fresh incarnation.
 
     Args:
-        config: its settings; the address we use towards the (first) meta server is the one our peers can use.
+        config: its settings; without an address, that which we use towards the (first) meta server is our peers' too.
         device: the device our weights live on, unique on this host (``cpu``, or a GPU's UUID).
     """
     return Process(
@@ -34,7 +34,7 @@ def this_process(config: SyncConfig, device: str = "cpu") -> Process:
         host=host_identity(),
         pid=os.getpid(),
         device=device,
-        address=local_address(config.meta_server),
+        address=config.address or local_address(config.meta_server),
         sync_timeout_s=config.sync_timeout_s,
         connect_timeout_s=config.connect_timeout_s,
         release=RELEASE,

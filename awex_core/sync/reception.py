@@ -12,8 +12,9 @@ from awex_core.errors import ConfigError, TransferError
 from awex_core.layout.live import Memory
 from awex_core.sync.attempt import Attempt
 from awex_core.sync.connection import Connection
-from awex_core.sync.engine import TracedModel, WorkerModel
+from awex_core.sync.engine import SwapsMemory, TracedModel, WorkerModel
 from awex_core.sync.lending import Lending
+from awex_core.sync.shadow import Pieces, Shadow
 from awex_core.sync.verification import Verification
 from awex_core.transfer.registry import check_quiet
 
@@ -44,8 +45,10 @@ class Reception:
         check_quiet()
         session.check_held(attempt.version.number)  # a worker that comes too late has changed nothing yet
         begun = time.perf_counter()
+        if shadow is not None and session.builds_on_last:
+            shadow.follow(self._model.lend())
         # Of the second buffer nobody else knows.
-        attempt.progress.kept = shadow is not None or self._ownership.state == "held"
+        attempt.progress.kept = not shadow.behind if shadow is not None else self._ownership.state == "held"
         memory = shadow.memory if shadow is not None else self._begin()
         session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
         if shadow is None:
@@ -69,9 +72,7 @@ class Reception:
         shadow, traced = self._ready.shadow, self._ready.traced
         if shadow is not None and traced is not None and attempt.pieces is not None:
             begun = time.perf_counter()
-            live = self._begin()
-            shadow.copy_to(live, attempt.pieces)
-            write_constants(traced, live)
+            write_constants(traced, self._switch(shadow, attempt, attempt.pieces))
             attempt.figures["swap_s"] = time.perf_counter() - begun
         begun = time.perf_counter()
         self._model.finish()
@@ -79,6 +80,15 @@ class Reception:
         self._verification.committed = attempt.verified
         self._ownership.received()
         self._connection.end_version()
+
+    def _switch(self, shadow: Shadow, attempt: Attempt, pieces: Pieces) -> Memory:
+        """Make what has arrived live; returns the live memory."""
+        live = self._begin()
+        if isinstance(self._model, SwapsMemory) and not attempt.only:
+            shadow.swap_with(self._model)
+            return self._model.lend()
+        shadow.copy_to(live, pieces)
+        return live
 
     def load(self, checkpoint: str) -> None:
         """Load a checkpoint from disk into the live weights.

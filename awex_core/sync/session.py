@@ -334,6 +334,11 @@ class ReaderSession:
         return all(transports()[name].one_sided for name in self._receivers)
 
     @property
+    def builds_on_last(self) -> bool:
+        """Whether a writer may send only what has changed since the last version, if that is still there."""
+        return any(transports()[name].builds_on_last for name in self._receivers)
+
+    @property
     def passing(self) -> bool:
         """Whether to close it after each version: it keeps memory mapped that its owner would rather free (offload)."""
         return self.one_sided and not self._stays

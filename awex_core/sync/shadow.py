@@ -1,7 +1,8 @@
 """The second buffer of shadow mode: a version arrives and is verified here, while requests run on the live weights.
 
 It has the layout's buffers once more, so every piece lies at the same place in
-both, and making a version live is a copy within the device.
+both, and making a version live is a copy within the device; or a swap, where
+nothing points at the live memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory, allocate
 from awex_core.plan import matching_names
+from awex_core.sync.engine import SwapsMemory
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Shadow:
                 f"shadow mode needs a second buffer of {error}; leave more memory free, or set "
                 "AWEX_SHADOW_FALLBACK=in_place"
             ) from error
+        self.behind = False
+        """Whether it was the live memory of an earlier version, and lacks what has come since."""
         self._layout = layout
         self._selected: tuple[tuple[tuple[str, ...], ...], Pieces] | None = None
         if device.type == "cuda":
@@ -76,6 +80,17 @@ class Shadow:
         rows = np.flatnonzero(chosen[layout.tensor] & (layout.volume > 0))
         dense = self._span[rows] == (layout.volume * layout.itemsize)[rows]
         return Pieces(tuple(self._ranges(rows[dense])), tuple(rows[~dense].tolist()), chosen)
+
+    def swap_with(self, model: SwapsMemory) -> None:
+        """Have what has arrived be live, and receive next where the live memory was."""
+        self.memory, self.behind = model.swap(self.memory), True
+
+    def follow(self, live: Memory) -> None:
+        """Hold again what live memory does, for senders that say only what has changed."""
+        if self.behind:
+            for mine, theirs in zip(self.memory.buffers, live.buffers, strict=True):
+                mine.copy_(theirs)
+            self.behind = False
 
     def copy_to(self, live: Memory, pieces: Pieces) -> None:
         """Copy some pieces to their places in ``live``, and wait until they are there."""

@@ -16,13 +16,10 @@ import torch
 from awex_core.errors import Interrupted, PlanError
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory, flat_bytes
-from awex_core.meta.messages import WeightsState
-from awex_core.protocol.owning import worst
 from awex_core.settings.config import SyncConfig
 from awex_core.sync.controller import EngineController
 from awex_core.sync.engine import TracedModel, describe_computed
-from awex_core.sync.process import device_name
-from awex_core.sync.reader import WeightReader
+from awex_core.sync.local_host import LocalHost
 from awex_core.trace.computed import find_computed, with_tensors
 from awex_core.trace.trace import trace_loader
 from awex_core.version import Version
@@ -143,10 +140,10 @@ class FakeWorkerModel:
         self._offered = {tensor: torch.empty(0) for tensor in self._offered}
 
 
-class FakeEngine:
+class FakeEngine(LocalHost):
     """An engine of several workers and a controller, all in this process. ``EngineHost`` for its own controller.
 
-    Large because ``EngineHost`` has twelve methods; beside them it starts, stops, and makes a call of its own.
+    Large because it writes down which of the twelve methods of ``EngineHost`` were called.
     """
 
     def __init__(
@@ -161,13 +158,13 @@ class FakeEngine:
         **sizes: int,
     ) -> None:
         shape = {"hidden": 6, "ffn": 10, "vocab": 11} | sizes
-        self.name, self.world, self.config = name, world, config
+        self.world = world
         self.models = [
             FakeWorkerModel(FakeModel(**shape, rank=rank, world=world, dtype=dtype)) for rank in range(world)
         ]
         for model in self.models:
             model.on_finish = on_finish
-        self.readers: list[WeightReader] = []
+        super().__init__(name, self.models, config)
         self.controller = EngineController(
             self, engine=name, config=config, require_version=require_version, instance=secrets.token_hex(8)
         )
@@ -187,74 +184,52 @@ class FakeEngine:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.to_thread(self.controller.close)
-        for reader in self.readers:
-            await asyncio.to_thread(reader.close)
-
-    async def _each(self, call: Callable[[WeightReader], object]) -> None:
-        await asyncio.gather(*(asyncio.to_thread(call, reader) for reader in self.readers))
-
-    async def prepare(self) -> None:
-        """See ``EngineHost.prepare``."""
-        if not self.readers:
-            self.readers = await asyncio.gather(*(asyncio.to_thread(self._join, rank) for rank in range(self.world)))
-        await self._each(WeightReader.prepare)
-
-    def _join(self, rank: int) -> WeightReader:
-        return WeightReader.join(
-            self.models[rank],
-            engine=self.name,
-            rank=rank,
-            world=self.world,
-            controlled=True,
-            config=self.config,
-            device=device_name(self.models[rank].device),
-        )
+        await self.close()
 
     async def lend(self, target: str) -> None:
         """See ``EngineHost.lend``."""
         self.events.append(f"lend {target}")
-        await self._each(lambda reader: reader.lend(target))
+        await super().lend(target)
 
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""
         self.events.append(f"connect {version}")
         self._foreign_calls = 0
-        await self._each(lambda reader: reader.connect(version))
+        await super().connect(version)
 
     async def prefetch(self, version: Version) -> None:
         """See ``EngineHost.prefetch``."""
         self.events.append("prefetch")
-        await self._each(WeightReader.prefetch)
+        await super().prefetch(version)
 
     async def pause(self) -> None:
         """See ``EngineHost.pause``."""
-        state, reason = await self.weights()
-        if state == "released" or self._foreign_calls:
-            raise Interrupted(reason or "a call of the engine's own came between")
+        await super().pause()
+        if self._foreign_calls:
+            raise Interrupted((await self.weights())[1] or "a call of the engine's own came between")
         self.events.append("pause")
 
     async def foreign(self, call: str, change: Callable[[], object], **end: Any) -> None:
         """Somebody else's call, on every worker; ``end`` is for ``WeightReader.end_foreign``."""
         self._foreign_calls += 1
-        await self._each(lambda reader: reader.begin_foreign(call))
+        await self.each(lambda reader: reader.begin_foreign(call))
         change()
-        await self._each(lambda reader: reader.end_foreign(call, **end))
+        await self.each(lambda reader: reader.end_foreign(call, **end))
 
     async def receive(self, version: Version) -> None:
         """See ``EngineHost.receive``."""
         self.events.append("receive")
-        await self._each(lambda reader: reader.receive(version))
-        await self._each(WeightReader.finish)
+        await super().receive(version)
 
     async def release(self) -> None:
         """See ``EngineHost.release``."""
         self.events.append("release")
-        await self._each(WeightReader.finish)
+        await super().release()
 
     async def repair(self) -> None:
         """See ``EngineHost.repair``."""
         self.events.append("repair")
-        await self._each(WeightReader.repair)
+        await super().repair()
 
     async def show(self, version: str) -> None:
         """See ``EngineHost.show``."""
@@ -263,10 +238,6 @@ class FakeEngine:
     async def resume(self) -> None:
         """See ``EngineHost.resume``."""
         self.events.append("resume")
-
-    async def weights(self) -> tuple[WeightsState, str]:
-        """See ``EngineHost.weights``."""
-        return worst({reader.ownership.state: reader.ownership.reason for reader in self.readers})
 
     async def fail_requests(self) -> None:
         """See ``EngineHost.fail_requests``."""

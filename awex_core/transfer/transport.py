@@ -100,6 +100,8 @@ class Transport(ABC):
     """How far the two processes may be apart."""
     one_sided: ClassVar[bool] = False
     """Whether the worker moves everything by itself: the writer need only keep its memory still."""
+    builds_on_last: ClassVar[bool] = False
+    """Whether it may bring only what has changed since the last version (``Progress.kept``)."""
     collective: ClassVar[bool] = False
     """Whether all ranks of the trainer and all workers of an engine take part as soon as one pair uses it."""
 

@@ -41,10 +41,11 @@ ARROWS = {
         "transfer",
         "verify",
     },
+    "relay": {"checkpoint", "layout", "settings", "sync"},
     "engines": {"layout", "sync", "trace"},
     "trainers": {"checkpoint", "layout", "plan", "settings", "sync"},
     "stacks": set(),
-    "cli": {"checkpoint", "layout", "meta", "settings", "stacks", "sync"},
+    "cli": {"checkpoint", "layout", "meta", "relay", "settings", "stacks", "sync"},
     "testing": {
         "checkpoint",
         "layout",

@@ -31,6 +31,7 @@ class TcpTransport(Transport):
     """See the package."""
 
     name, setting, cost, reach = NAME, NAME, 40, "network"
+    builds_on_last = True
 
     @property
     def automatic(self) -> bool:
