@@ -5,4 +5,6 @@ pieces          real memory behind a layout, and pairs of layouts with a planned
 processes       two processes that meet, with a time limit
 report          figures, goals, tables, result files
 bench_*         one module per benchmark; each has a ``run()``
+gpu             those of GPUs: ``python -m benchmarks.gpu`` runs all that there is time for
+plot            draws where the time of an update goes, from the result files
 """

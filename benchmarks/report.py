@@ -70,7 +70,7 @@ def finish(bench: str, figures: Sequence[Figure], console: Console) -> Result:
         for figure in figures
     ]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    result = Result(machine=machine(), commit=_commit(), date=today, figures=kept)
+    result = Result(machine=machine(), commit=commit(), date=today, figures=kept)
     RESULTS.mkdir(exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     console.print(_table(bench, result))
@@ -108,7 +108,7 @@ def machine() -> str:
     return f"cpu-{os.cpu_count()}core-{family}"
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit that was measured, with ``+`` when the tree differs; ``BENCH_COMMIT`` where there is no git."""
     where = Path(__file__).parent.parent
     try:

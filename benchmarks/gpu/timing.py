@@ -12,6 +12,12 @@ import torch
 REPEATS = 7
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has nothing to do; a CPU never has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def median_s(run: Callable[[], Any]) -> float:
     """Median of several runs' seconds, after one that is not counted."""
     seconds = []

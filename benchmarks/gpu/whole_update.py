@@ -1,16 +1,19 @@
-"""The whole update of a running engine on the trainer's own GPU: from the call that publishes to the engine's going on.
+"""The whole update of a running engine: from the call that publishes to the engine's going on.
 
-    python -m benchmarks.gpu.whole_update [vllm|sglang] [LAYERS] [in_place|shadow]
+    python -m benchmarks.gpu.whole_update [vllm|sglang] [LAYERS] [in_place|shadow] [--fp8]
 
 The model has Qwen3-30B-A3B's shape with some of its layers; the engine is a real
-server with CUDA graphs that starts on dummy weights, and the trainer holds the
-tensors as a Hugging Face checkpoint has them, on the same GPU. Versions are
-published one after another, with each kind of verification in turn; the first
-one of all, which traces, plans and maps, is told apart.
+server with CUDA graphs that starts on dummy weights, on the last GPU, and the
+trainer holds the tensors as a Hugging Face checkpoint has them, on the first.
+Versions are published one after another, with each kind of verification in turn;
+the first one of all, which traces, plans and maps, is told apart. With two GPUs
+the same weights then go by vLLM's own packed backend to an engine of its own.
+``--fp8``: the engine quantises what it receives.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import statistics
@@ -20,6 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ from awex_core.modes import VerifyMode
 from awex_core.settings.config import SyncConfig
 from awex_core.sync.result import SyncResult
 from awex_core.sync.writer import WeightWriter
+from benchmarks.gpu.builtin import BuiltinEngine
 from benchmarks.gpu.engines_follow import ENGINES, START_LIMIT_S, Case
 from benchmarks.gpu.timing import REPEATS, memcpy_s
 from benchmarks.models import QWEN3_30B_A3B, ModelShape, canonical_tensors
@@ -44,38 +49,88 @@ FLAGS: dict[str, Sequence[str]] = {
     "sglang": ["--load-format", "dummy"],
 }
 MODES: tuple[VerifyMode, ...] = ("off", "sampled", "full")
+RATIO_GOALS = {"9gb": 0.65, "61gb": 0.90}
+"""Of a whole verified update between two GPUs, against memcpy of as many bytes."""
+BUILTIN_GOALS = {"9gb": 12.0, "61gb": 20.0}
+FP8_GOAL, DIGEST_GOAL, CONTROL_GOAL_MS, PAUSE_GOAL_MS = 0.50, 1.05, 10.0, 8.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was asked for."""
+
+    engine: str
+    layers: int
+    receive: str
+    fp8: bool
+
+    @property
+    def name(self) -> str:
+        """Begin of the result file's name."""
+        return f"gpu_{self.engine}_{'fp8_' if self.fp8 else ''}update"
+
+    @property
+    def flags(self) -> dict[str, Sequence[str]]:
+        """The engine's, besides those of every benchmark."""
+        return {name: [*flags, *(["--quantization", "fp8"] if self.fp8 else [])] for name, flags in FLAGS.items()}
+
+    @property
+    def has_peer(self) -> bool:
+        """Whether vLLM's own backend can be measured too: NCCL wants a GPU for each end."""
+        plain = self.engine == "vllm" and self.receive == "in_place" and not self.fp8
+        return plain and torch.cuda.device_count() > 1
 
 
 def main() -> int:
     """Start everything, publish, print the figures."""
-    engine = sys.argv[1] if len(sys.argv) > 1 else "vllm"
-    layers = int(sys.argv[2]) if len(sys.argv) > 2 else 6
-    receive = sys.argv[3] if len(sys.argv) > 3 else "in_place"
-    shape = QWEN3_30B_A3B.cut(layers=layers)
+    run = _arguments()
+    shape, last = QWEN3_30B_A3B.cut(layers=run.layers), torch.cuda.device_count() - 1
     folder = Path(tempfile.mkdtemp(prefix="update-"))
     token = os.urandom(16).hex()
     with ExitStack() as stack:
         address = stack.enter_context(meta_server(token))
-        members = {"AWEX_META_SERVER": address, "AWEX_TOKEN": token, "AWEX_JOB": "whole", "AWEX_RECEIVE": receive}
-        case = Case("whole", "qwen3-moe", {}, FLAGS)
-        server = stack.enter_context(
-            closing(ENGINES[engine](case, _model(shape, folder / "model"), folder / "engine", 0, members, follow=True))
-        )
+        members = {
+            "AWEX_META_SERVER": address,
+            "AWEX_TOKEN": token,
+            "AWEX_JOB": "whole",
+            "AWEX_RECEIVE": run.receive,
+        }
+        case, model = Case("whole", "qwen3-moe", {}, run.flags), _model(shape, folder / "model")
+        server = ENGINES[run.engine](case, model, folder / "engine", last, members, follow=True)
+        running = stack.enter_context(ExitStack())
+        running.enter_context(closing(server))
         weights = _weights(shape)
-        writer = stack.enter_context(closing(_writer(shape, weights, SyncConfig.from_env(members))))
+        writer = running.enter_context(closing(_writer(shape, weights, SyncConfig.from_env(members))))
+        peer = stack.enter_context(closing(BuiltinEngine(model, last))) if run.has_peer else None
         try:
             begun = time.perf_counter()
             server.wait(START_LIMIT_S)
-            print(f"{engine} is up after {time.perf_counter() - begun:.0f} s", flush=True)
-            found = _publish(server, writer, weights, receive)
+            print(f"{run.engine} is up after {time.perf_counter() - begun:.0f} s", flush=True)
+            found = _publish(server, writer, weights, run.receive)
         except BaseException:
             print((folder / "engine" / "engine.log").read_text(errors="replace")[-6000:], flush=True)
             raise
-    block = min(found["nbytes"], 4 << 30)  # beside a large model there is room for no more
-    found["memcpy_s"] = memcpy_s(block, torch.device("cuda", 0)) * found["nbytes"] / block
+        block = min(found["nbytes"], 4 << 30)  # beside a large model there is room for no more
+        found["memcpy_s"] = memcpy_s(block, torch.device("cuda", last)) * found["nbytes"] / block
+        running.close()
+        found["builtin_s"] = _builtin_s(peer, weights) if peer else None
     size = f"{found['nbytes'] / 1e9:.0f}gb"
-    result = finish(f"gpu_{engine}_update_{size}_{receive}", _figures(found, receive), Console(width=180))
+    result = finish(f"{run.name}_{size}_{run.receive}", _figures(found, run, size), Console(width=180))
     return int(any(figure.failed for figure in result.figures))
+
+
+def _arguments() -> Run:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.whole_update")
+    parser.add_argument("engine", nargs="?", choices=sorted(ENGINES), default="vllm")
+    parser.add_argument("layers", nargs="?", type=int, default=6)
+    parser.add_argument("receive", nargs="?", choices=["in_place", "shadow"], default="in_place")
+    parser.add_argument("--fp8", action="store_true")
+    return Run(**vars(parser.parse_args()))
+
+
+def _builtin_s(peer: BuiltinEngine, weights: dict[str, torch.Tensor]) -> float:
+    peer.connect()
+    return peer.median_s(weights, 5)
 
 
 def _model(shape: ModelShape, folder: Path) -> Path:
@@ -183,30 +238,64 @@ def _tokens_per_second(server: Any, writer: WeightWriter, number: int) -> tuple[
         thread.join()
 
 
-def _figures(found: dict[str, Any], receive: str) -> list[Figure]:
-    parts = "; ".join(
-        f"{mode}: " + ", ".join(f"{name} {1e3 * value:.1f}" for name, value in figures.items() if name.endswith("_s"))
-        for mode, figures in found["figures"].items()
-    )
+def _figures(found: dict[str, Any], run: Run, size: str) -> list[Figure]:
     changed = found["changed"] / (found["versions"] - 1)
-    pause_goal = {"in_place": 0.040, "shadow": 0.015}[receive] if found["nbytes"] < 10e9 else None
+    one = torch.cuda.device_count() == 1
+    where = "the trainer's own GPU" if one else "from the first GPU to the last"
     figures = [
         Figure("answers_changed", changed, 1.0, "higher", "", f"over {found['versions']} versions"),
         Figure("moved", found["nbytes"] / 1e9, None, "higher", "GB", f"loader path {found['loader_path']:.0f} B"),
         Figure("first_version", found["first_s"], None, "lower", "s", "traces, plans, maps, compiles kernels"),
-        Figure("memcpy", 1e3 * found["memcpy_s"], None, "lower", "ms", "as many bytes in one block, same GPU"),
+        Figure("memcpy", 1e3 * found["memcpy_s"], None, "lower", "ms", f"as many bytes in one block, {where}"),
     ]
     if found["tokens"] is not None:
         idle, busy = found["tokens"]
         note = f"{idle:.0f} tokens/s idle; versions follow at once, each of whose pauses counts"
         figures.append(Figure("tokens_while_updating", busy / idle, None, "higher", "of idle", note))
     for mode in MODES:
-        seconds, pause = found["seconds"][mode], found["pause_s"][mode]
-        moving = found["figures"][mode]["transfer_s"] + found["figures"][mode]["verify_s"]
+        figures += _mode_figures(found, mode)
+    return figures + _ratios(found, run, size, one=one)
+
+
+def _mode_figures(found: dict[str, Any], mode: VerifyMode) -> list[Figure]:
+    """Where the time of a version goes: transfer, digest as waited for, and control are all of it."""
+    parts = found["figures"][mode]
+    note = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in parts.items() if name.endswith("_s"))
+    control = found["seconds"][mode] - parts["transfer_s"] - parts["verify_s"]
+    times = {
+        "update": found["seconds"][mode],
+        "transfer": parts["transfer_s"],
+        "digest": parts["verify_s"],
+        "control": control,
+        "pause": found["pause_s"][mode],
+    }
+    return [
+        Figure(f"{name}_{mode}", 1e3 * value, None, "lower", "ms", note if name == "update" else "")
+        for name, value in times.items()
+    ]
+
+
+def _ratios(found: dict[str, Any], run: Run, size: str, *, one: bool) -> list[Figure]:
+    """The figures that have goals, of verified updates; those against memcpy have them between two GPUs."""
+    seconds, memcpy_s = found["seconds"], found["memcpy_s"]
+    control_s = seconds["full"] - found["figures"]["full"]["transfer_s"] - found["figures"]["full"]["verify_s"]
+    whole = "fp8_whole_update" if run.fp8 else f"whole_update_{size}_{run.engine}"
+    goal = None if one else FP8_GOAL if run.fp8 else RATIO_GOALS.get(size)
+    pause = "pause_over_memcpy_ms" if run.receive == "in_place" else "pause_shadow_ms"
+    beyond = memcpy_s if run.receive == "in_place" else 0.0
+    figures = [
+        Figure(whole, memcpy_s / seconds["full"], goal, "higher", "of memcpy"),
+        Figure("digest_over_off", seconds["full"] / seconds["off"], DIGEST_GOAL, "lower", "of unverified"),
+        Figure("control_ms", 1e3 * control_s, CONTROL_GOAL_MS, "lower", "ms", "all but transfer and digest"),
+        Figure(pause, 1e3 * (found["pause_s"]["full"] - beyond), PAUSE_GOAL_MS, "lower", "ms"),
+    ]
+    if found["builtin_s"] is not None:
+        note = "packed, median of 5, offline and eager"
         figures += [
-            Figure(f"update_{mode}", 1e3 * seconds, None, "lower", "ms", parts if mode == "off" else ""),
-            Figure(f"pause_{mode}", pause, pause_goal if mode == "sampled" else None, "lower", "s"),
-            Figure(f"control_{mode}", 1e3 * (seconds - moving), None, "lower", "ms", "all but transfer and digest"),
+            Figure("builtin", 1e3 * found["builtin_s"], None, "lower", "ms", note),
+            Figure(
+                f"vs_builtin_{size}", found["builtin_s"] / seconds["full"], BUILTIN_GOALS.get(size), "higher", "times"
+            ),
         ]
     return figures
 
