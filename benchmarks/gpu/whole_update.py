@@ -52,7 +52,8 @@ MODES: tuple[VerifyMode, ...] = ("off", "sampled", "full")
 RATIO_GOALS = {"9gb": 0.65, "61gb": 0.90}
 """Of a whole verified update between two GPUs, against memcpy of as many bytes."""
 BUILTIN_GOALS = {"9gb": 12.0, "61gb": 20.0}
-FP8_GOAL, DIGEST_GOAL, CONTROL_GOAL_MS, PAUSE_GOAL_MS = 0.50, 1.05, 10.0, 8.0
+FP8_GOAL, DIGEST_GOAL, CONTROL_GOAL_MS = 0.50, 1.05, 10.0
+PAUSE_GOALS_MS = {"pause_over_memcpy_ms": 8.0, "pause_shadow_ms": 10.0}
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ def _tokens_per_second(server: Any, writer: WeightWriter, number: int) -> tuple[
 
 def _figures(found: dict[str, Any], run: Run, size: str) -> list[Figure]:
     changed = found["changed"] / (found["versions"] - 1)
-    one = torch.cuda.device_count() == 1
+    one = torch.cuda.device_count() < 2
     where = "the trainer's own GPU" if one else "from the first GPU to the last"
     figures = [
         Figure("answers_changed", changed, 1.0, "higher", "", f"over {found['versions']} versions"),
@@ -287,7 +288,7 @@ def _ratios(found: dict[str, Any], run: Run, size: str, *, one: bool) -> list[Fi
         Figure(whole, memcpy_s / seconds["full"], goal, "higher", "of memcpy"),
         Figure("digest_over_off", seconds["full"] / seconds["off"], DIGEST_GOAL, "lower", "of unverified"),
         Figure("control_ms", 1e3 * control_s, CONTROL_GOAL_MS, "lower", "ms", "all but transfer and digest"),
-        Figure(pause, 1e3 * (found["pause_s"]["full"] - beyond), PAUSE_GOAL_MS, "lower", "ms"),
+        Figure(pause, 1e3 * (found["pause_s"]["full"] - beyond), PAUSE_GOALS_MS[pause], "lower", "ms"),
     ]
     if found["builtin_s"] is not None:
         note = "packed, median of 5, offline and eager"

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from benchmarks import bench_control
+from benchmarks import bench_control, plot
 from benchmarks.__main__ import BENCHES
-from benchmarks.gpu import nccl_check
+from benchmarks.gpu import nccl_check, whole_update
 from benchmarks.processes import run_pair
 from benchmarks.report import Figure
 
@@ -31,3 +31,37 @@ def test_nccl_check_on_this_host() -> None:
     assert all(
         values[name] > 0 for name in ("nccl_contiguous", "nccl_transposed", "buckets_of_1_mib", "buckets_of_4_mib")
     )
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_figures_of_a_whole_update(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    """From what was measured; goals against memcpy hold between two GPUs. All that the drawing wants is there."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    seconds = {"off": 0.030, "sampled": 0.040, "full": 0.033}
+    found = {
+        "nbytes": 8.7e9,
+        "first_s": 1.0,
+        "changed": 21,
+        "versions": 22,
+        "loader_path": 0.0,
+        "pause_s": dict.fromkeys(seconds, 0.028),
+        "seconds": seconds,
+        "figures": {mode: {"transfer_s": 0.024, "verify_s": 0.002, "plan_s": 0.0} for mode in seconds},
+        "tokens": None,
+        "memcpy_s": 0.022,
+        "builtin_s": 0.330 if gpus > 1 else None,
+    }
+    run = whole_update.Run("vllm", 6, "in_place", fp8=False)
+    assert run.has_peer == (gpus > 1) and run.name == "gpu_vllm_update"
+    figures = {figure.name: figure for figure in whole_update._figures(found, run, "9gb")}
+    values = {name: figures[name].value for name in figures}
+    assert values["whole_update_9gb_vllm"] == pytest.approx(22 / 33)
+    assert figures["whole_update_9gb_vllm"].goal == (0.65 if gpus > 1 else None)
+    assert values["digest_over_off"] == pytest.approx(1.1) and values["control_ms"] == pytest.approx(7)
+    assert values["pause_over_memcpy_ms"] == pytest.approx(6)
+    assert values.get("vs_builtin_9gb") == (pytest.approx(10) if gpus > 1 else None)
+    for mode in seconds:
+        parts = sum(values[f"{part}_{mode}"] for part in plot.PARTS)
+        assert parts == pytest.approx(values[f"update_{mode}"]) and f"pause_{mode}" in values
+    eight = whole_update.Run("vllm", 24, "in_place", fp8=True)
+    assert not eight.has_peer and eight.flags["vllm"][-2:] == ["--quantization", "fp8"]
