@@ -7,9 +7,10 @@ loads through them, and so pulls over NVLink without a copy in between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from awex_core.kernels.behind import copies_by_part, digests_by_part, part_bounds
 from awex_core.kernels.tiles import COPY_COLUMNS, DIGEST_COLUMNS, Batch
 from awex_core.numerics.casts import NAN
 from awex_core.numerics.mixing import GOLDEN, MIX_1, MIX_2
@@ -26,6 +28,15 @@ _COPY_BLOCK, _COPY_WARPS = 4096, 16
 with 4 warps 93 %; between two the difference was below 1 %."""
 _DIGEST_BLOCK, _DIGEST_WARPS = 512, 4
 """On one H200 bfloat16 was digested at 1,530 GB/s by words and at 1,050 by elements; at 430 with the sizes above."""
+
+_MOST_PROGRAMS = (1 << 31) - 1
+"""Of one launch, as CUDA has it."""
+_BESIDE_PER_SM = 4
+"""Programs of a digest on each multiprocessor while a copy runs: more would keep the copy's own from starting, and the
+link idle. Chosen by counting, not yet measured: these are a quarter of the threads, with sixteen elements each."""
+
+_Table: TypeAlias = tuple[Batch, torch.Tensor]
+"""A batch, and its table or some rows of it on the device."""
 
 _DTYPES = {
     "float64": tl.float64,
@@ -118,9 +129,11 @@ def _xor_shift(x, SHIFT: tl.constexpr):
     return x ^ (x.to(tl.uint64, bitcast=True) >> SHIFT).to(tl.int64, bitcast=True)
 
 
-@triton.jit
+# Numbers and alignments that differ from part to part make no difference to the code, and shall make no second one.
+@triton.jit(do_not_specialize=["table", "tiles"])
 def _digest_tiles(
     table,
+    tiles,
     chosen,
     seeds,
     lane_of,
@@ -133,49 +146,50 @@ def _digest_tiles(
     FLAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the digests of one tile's elements into their tensor's lane.
+    """Sum the digests of each tile's elements into its tensor's lane; any number of programs share the tiles.
 
-    It has twelve parameters because a kernel's have to be pointers and constants: they cannot be grouped.
+    It has so many parameters because a kernel's have to be pointers and constants: they cannot be grouped.
     """
-    row = table + tl.program_id(0).to(tl.int64) * _DIGEST_WIDTH
-    tensor = tl.load(row + 8)
-    if tl.load(chosen + tensor) != 0:
-        src = tl.load(row).to(tl.pointer_type(SRC))
-        cols = tl.load(row + 2).to(tl.int32)
-        count = tl.load(row + 1).to(tl.int32) * cols
-        start = (tl.load(row + 5) + 1) * _GOLDEN + tl.load(seeds + tensor)
-        row_step = tl.load(row + 6) * _GOLDEN
-        element_step = tl.load(row + 7) * _GOLDEN
-        col_step = element_step * PER_WORD
-        lane = tl.arange(0, BLOCK) * col_step
-        width: tl.constexpr = BITS.primitive_bitwidth // PER_WORD
-        total = tl.zeros((BLOCK,), dtype=tl.int64)
-        for begin in range(0, count, BLOCK):
-            i = begin + tl.arange(0, BLOCK)
-            inside = i < count
-            if FLAT:
-                values = tl.load(src + i, mask=inside)
-                x = lane + (start + begin * col_step)  # no multiplication per element
-            else:
-                r = i // cols
-                c = i - r * cols
-                x = start + r * row_step + c * col_step
-                if PACKED:
-                    values = tl.load(src + r * tl.load(row + 3) + c, mask=inside)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = table + tl.cast(tile, tl.int64) * _DIGEST_WIDTH
+        tensor = tl.load(row + 8)
+        if tl.load(chosen + tensor) != 0:
+            src = tl.load(row).to(tl.pointer_type(SRC))
+            cols = tl.load(row + 2).to(tl.int32)
+            count = tl.load(row + 1).to(tl.int32) * cols
+            start = (tl.load(row + 5) + 1) * _GOLDEN + tl.load(seeds + tensor)
+            row_step = tl.load(row + 6) * _GOLDEN
+            element_step = tl.load(row + 7) * _GOLDEN
+            col_step = element_step * PER_WORD
+            lane = tl.arange(0, BLOCK) * col_step
+            width: tl.constexpr = BITS.primitive_bitwidth // PER_WORD
+            total = tl.zeros((BLOCK,), dtype=tl.int64)
+            for begin in range(0, count, BLOCK):
+                i = begin + tl.arange(0, BLOCK)
+                inside = i < count
+                if FLAT:
+                    values = tl.load(src + i, mask=inside)
+                    x = lane + (start + begin * col_step)  # no multiplication per element
                 else:
-                    values = tl.load(src + r * tl.load(row + 3) + c * tl.load(row + 4), mask=inside)
-            bits = _cast(values, SRC, DST).to(BITS, bitcast=True).to(tl.int64)
-            mixed = tl.zeros((BLOCK,), dtype=tl.int64)
-            for k in tl.static_range(PER_WORD):
-                element = bits >> (k * width)
-                if width < 64:
-                    element = element & ((1 << width) - 1)
-                y = (x + k * element_step) ^ element
-                y = _xor_shift(y, 30) * _MIX_1
-                y = _xor_shift(y, 27) * _MIX_2
-                mixed += _xor_shift(y, 31)
-            total += tl.where(inside, mixed, 0)
-        tl.atomic_add(lanes + tl.load(lane_of + tensor), tl.sum(total, axis=0))
+                    r = i // cols
+                    c = i - r * cols
+                    x = start + r * row_step + c * col_step
+                    if PACKED:
+                        values = tl.load(src + r * tl.load(row + 3) + c, mask=inside)
+                    else:
+                        values = tl.load(src + r * tl.load(row + 3) + c * tl.load(row + 4), mask=inside)
+                bits = _cast(values, SRC, DST).to(BITS, bitcast=True).to(tl.int64)
+                mixed = tl.zeros((BLOCK,), dtype=tl.int64)
+                for k in tl.static_range(PER_WORD):
+                    element = bits >> (k * width)
+                    if width < 64:
+                        element = element & ((1 << width) - 1)
+                    y = (x + k * element_step) ^ element
+                    y = _xor_shift(y, 30) * _MIX_1
+                    y = _xor_shift(y, 27) * _MIX_2
+                    mixed += _xor_shift(y, 31)
+                total += tl.where(inside, mixed, 0)
+            tl.atomic_add(lanes + tl.load(lane_of + tensor), tl.sum(total, axis=0))
 
 
 class CopyLaunch:
@@ -183,22 +197,18 @@ class CopyLaunch:
 
     def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:
         """Put the tables on the device."""
-        self._device = device
-        self._batches = [(batch, _on(device, batch.table)) for batch in batches]
+        self.device = device
+        self.tables = [(batch, _on(device, batch.table)) for batch in batches]
 
     def launch(self) -> None:
         """Start all of them on the device's current stream."""
-        with _current(self._device):
-            for batch, table in self._batches:
-                _copy_tiles[(len(table),)](
-                    table,
-                    SRC=_DTYPES[batch.src_dtype],
-                    DST=_DTYPES[batch.dst_dtype],
-                    PACKED=batch.packed,
-                    FLAT=batch.flat,
-                    BLOCK=_COPY_BLOCK,
-                    num_warps=_COPY_WARPS,
-                )
+        with _current(self.device):
+            _start_copies(self.tables)
+
+    def finish(self) -> None:
+        """Wait for what was started on the device's current stream."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 class Digest:
@@ -221,33 +231,153 @@ class Digest:
             lanes: how many there are.
             device: whose memory it is.
         """
-        self._device, self._lanes = device, lanes
-        self._batches = [(batch, _on(device, batch.table)) for batch in batches]
+        self.device = device
+        self.tables = [(batch, _on(device, batch.table)) for batch in batches]
         self._seeds, self._lane_of = _on(device, seeds.view(np.int64)), _on(device, lane_of)
+        self._count = lanes
+        self._chosen = b"", _on(device, np.zeros(len(seeds), dtype=np.uint8))
 
     def take(self, only: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.uint64]:
         """The lanes, one number each; of the tensors in ``only`` if it is given. Waits for the device's stream."""
+        with _current(self.device):
+            taken = self.begin(only)
+            self.add(taken, self.tables)
+            return taken.lanes()
+
+    def begin(self, only: npt.NDArray[np.bool_] | None) -> Taken:
+        """Begin one, of these tensors, on the device's current stream; ``add`` reads."""
+        mask = np.ones(len(self._seeds), dtype=np.bool_) if only is None else only
+        if self._chosen[0] != mask.tobytes():
+            self._chosen = mask.tobytes(), _on(self.device, mask.astype(np.uint8))
+        return Taken(self._chosen[1], torch.zeros(self._count, dtype=torch.int64, device=self.device))
+
+    def add(self, taken: Taken, tables: Sequence[_Table], most: int = _MOST_PROGRAMS) -> None:
+        """Read some of its tiles, with so many programs at most, on the device's current stream; each tile once."""
+        for batch, table in tables:
+            _digest_tiles[(min(len(table), most),)](
+                table,
+                len(table),
+                taken.chosen,
+                self._seeds,
+                self._lane_of,
+                taken.sums,
+                SRC=_DTYPES[batch.src_dtype],
+                DST=_DTYPES[batch.dst_dtype],
+                BITS=_BITS.get(batch.dst_dtype, _DTYPES[batch.dst_dtype]),
+                PER_WORD=batch.per_word,
+                PACKED=batch.packed,
+                FLAT=batch.flat,
+                BLOCK=_DIGEST_BLOCK,
+                num_warps=_DIGEST_WARPS,
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """A digest while it is being taken: of which tensors, and the sums so far; both on the device."""
+
+    chosen: torch.Tensor
+    sums: torch.Tensor
+
+    def lanes(self) -> npt.NDArray[np.uint64]:
+        """The sums; waits for the device's current stream."""
+        return self.sums.cpu().numpy().view(np.uint64)
+
+
+class DigestingCopy:
+    """Copies, and behind them a digest of the memory that they fill; see ``kernels.behind``."""
+
+    def __init__(self, copies: CopyLaunch, digest: Digest) -> None:
+        """Cut both into parts; ``copies`` are of batches from ``joined``."""
+        self._digest, self._device = digest, copies.device
+        bounds = part_bounds([batch for batch, _ in copies.tables])
+        moved = _parts(copies.tables, [copies_by_part(batch, bounds) for batch, _ in copies.tables], len(bounds) + 1)
+        read = _parts(digest.tables, [digests_by_part(batch, bounds) for batch, _ in digest.tables], len(bounds) + 1)
+        self._parts = list(zip(moved, read, strict=True))
+
+    @property
+    def parts(self) -> int:
+        """How many there are."""
+        return len(self._parts)
+
+    def run(self, only: npt.NDArray[np.bool_], *, urgent: bool) -> npt.NDArray[np.uint64]:
+        """Do both, and wait for both; the lanes as from ``Digest.take``.
+
+        Args:
+            only: of each tensor, whether the digest looks at it.
+            urgent: whether it goes before what else the GPU has to do.
+        """
+        most = _programs_beside(self._device)
         with _current(self._device):
-            lanes = torch.zeros(self._lanes, dtype=torch.int64, device=self._device)
-            chosen = np.ones(len(self._seeds), dtype=np.uint8) if only is None else only.astype(np.uint8)
-            mask = _on(self._device, chosen)
-            for batch, table in self._batches:
-                _digest_tiles[(len(table),)](
-                    table,
-                    mask,
-                    self._seeds,
-                    self._lane_of,
-                    lanes,
-                    SRC=_DTYPES[batch.src_dtype],
-                    DST=_DTYPES[batch.dst_dtype],
-                    BITS=_BITS.get(batch.dst_dtype, _DTYPES[batch.dst_dtype]),
-                    PER_WORD=batch.per_word,
-                    PACKED=batch.packed,
-                    FLAT=batch.flat,
-                    BLOCK=_DIGEST_BLOCK,
-                    num_warps=_DIGEST_WARPS,
-                )
-            return lanes.cpu().numpy().view(np.uint64)
+            taken = self._digest.begin(only)
+            with _Beside.of(self._device, urgent=urgent) as beside:
+                for copies, tiles in self._parts:
+                    _start_copies(copies)
+                    with beside.after_current():
+                        self._digest.add(taken, tiles, most)
+            return taken.lanes()
+
+
+class _Beside:
+    """A second stream of a GPU. On the CPU, where the interpreter runs, each launch is over when it returns."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    @classmethod
+    @contextmanager
+    def of(cls, device: torch.device, *, urgent: bool) -> Iterator[_Beside]:
+        """Make one; afterwards the current stream goes on once this one has done all, whatever was raised."""
+        if device.type != "cuda":
+            yield cls(None)
+            return
+        stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
+        try:
+            yield cls(stream)
+        finally:
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    @contextmanager
+    def after_current(self) -> Iterator[None]:
+        """Within, work goes to this stream, and waits for what the current one has got to do by now."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def _start_copies(tables: Sequence[_Table]) -> None:
+    for batch, table in tables:
+        _copy_tiles[(len(table),)](
+            table,
+            SRC=_DTYPES[batch.src_dtype],
+            DST=_DTYPES[batch.dst_dtype],
+            PACKED=batch.packed,
+            FLAT=batch.flat,
+            BLOCK=_COPY_BLOCK,
+            num_warps=_COPY_WARPS,
+        )
+
+
+def _parts(tables: Sequence[_Table], rows: Sequence[Sequence[slice]], count: int) -> list[list[_Table]]:
+    """Of each part, what it has of each table; ``rows`` says that by table."""
+    return [
+        [
+            (batch, table[each[part]])
+            for (batch, table), each in zip(tables, rows, strict=True)
+            if len(table[each[part]])
+        ]
+        for part in range(count)
+    ]
+
+
+def _programs_beside(device: torch.device) -> int:
+    """How many programs of the digest run beside a copy."""
+    if device.type != "cuda":
+        return 3
+    return _BESIDE_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

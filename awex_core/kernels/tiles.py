@@ -69,6 +69,25 @@ class Batch:
     per_word: int = 1
 
 
+def byte_span(batch: Batch, end: Literal["src", "dst"]) -> tuple[IntArray, IntArray]:
+    """The addresses of the first and of the last byte that each tile touches; digests have ``src`` only."""
+    columns = COPY_COLUMNS if batch.table.shape[1] == len(COPY_COLUMNS) else DIGEST_COLUMNS
+    column = dict(zip(columns, batch.table.T, strict=True))
+    size = ITEMSIZE[DTYPES.index(batch.src_dtype if end == "src" else batch.dst_dtype)]
+    reach = [
+        (column[each] - 1) * column[f"{end}_{step}_stride"] * size for each, step in (("rows", "row"), ("cols", "col"))
+    ]
+    first = column[end] + sum(np.minimum(each, 0) for each in reach)
+    return first, column[end] + sum(np.maximum(each, 0) for each in reach) + size - 1
+
+
+def copied_nbytes(batch: Batch) -> IntArray:
+    """Bytes that each tile of a batch of copies writes."""
+    rows, cols = (batch.table[:, COPY_COLUMNS.index(name)] for name in ("rows", "cols"))
+    nbytes: IntArray = rows * cols * ITEMSIZE[DTYPES.index(batch.dst_dtype)]
+    return nbytes
+
+
 def copy_batches(program: CopyProgram, src: Sequence[int], dst: Sequence[int]) -> list[Batch]:
     """Tiles that execute a copy program.
 
@@ -96,7 +115,7 @@ def buffer_batches(sizes: Sequence[int], src: Sequence[int], dst: Sequence[int])
 
 
 def digest_batches(program: CopyProgram, addresses: Sequence[int], side: Literal["src", "dst"]) -> list[Batch]:
-    """Tiles that read every element of one end of a copy program once.
+    """Tiles that read every element of one end of a copy program once; of a batch, by the last byte that they read.
 
     Args:
         program: the descriptors.
@@ -125,7 +144,7 @@ def digest_batches(program: CopyProgram, addresses: Sequence[int], side: Literal
         here = words & (stored == code)
         wide = table | {name: table[name] // per_word for name in ("cols", "src_row_stride")}
         batches += _batches(wide, DIGEST_COLUMNS, here, (_UNITS[_WORD],) * 2, packed=True, per_word=per_word)
-    return batches
+    return [replace(each, table=each.table[np.argsort(byte_span(each, "src")[1], kind="stable")]) for each in batches]
 
 
 def _words(table: dict[str, IntArray], stored: IntArray, wanted: IntArray) -> npt.NDArray[np.bool_]:

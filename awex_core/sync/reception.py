@@ -50,9 +50,10 @@ class Reception:
         # Of the second buffer nobody else knows.
         attempt.progress.kept = not shadow.behind if shadow is not None else self._ownership.state == "held"
         memory = shadow.memory if shadow is not None else self._begin()
-        session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
         if shadow is None:
-            write_constants(traced, memory)
+            write_constants(traced, memory)  # before: what is verified is what has been written last
+        attempt.progress.behind = self._verification.behind(attempt, traced, memory)
+        session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
         received = time.perf_counter()
         verified = self._verification.verify(attempt, traced, session, memory)
         session.check_held(attempt.version.number)

@@ -26,6 +26,7 @@ from awex_core.protocol.publishing import engine_to_serve
 from awex_core.protocol.sessions import SessionKey, sources_of
 from awex_core.sync.context import LayoutCache, SyncContext
 from awex_core.sync.session import Members, WriterSession
+from awex_core.sync.shadow import beside_compute
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.verify.lanes import Lanes, digest_plan, pack_lanes, partial_digest
 from awex_core.version import Version
@@ -79,14 +80,18 @@ class DigestPrograms:
         self._programs: dict[str, CopyProgram] = {}
 
     def partial(self, name: str, sync: SyncView, sources: SourceIndex, memory: Memory) -> Lanes:
-        """This rank's share of the digest of one layout."""
+        """This rank's share of the digest of one layout.
+
+        On a GPU beside what else it computes (a trainer that did not wait goes on): ``Exports.hold`` has waited for
+        whatever writes this memory, so there is no need to queue up behind it.
+        """
         if self._sources is not sources:
             self._sources, self._programs = sources, {}
         layout = self._layouts.get(name)
         program = self._programs.get(name)
         if program is None:
             program = self._programs[name] = digest_plan(sources, layout, self._rank)
-        with torch.no_grad():
+        with beside_compute(memory.gpu or torch.device("cpu")):
             return partial_digest(program, layout, memory, sync.verify, sync.version.number)
 
 

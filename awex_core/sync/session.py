@@ -310,6 +310,8 @@ class ReaderSession:
     def receive(self, memory: Memory, progress: Progress, deadline: Deadline, only: Sequence[str] = ()) -> None:
         """Fill ``memory`` with one version; of a partial update, with the tensors that match ``only``."""
         programs = self._pairs.some(only)
+        if len(self._receivers) != 1:
+            progress.behind = None  # whoever takes a digest must know when all has come
         for name, receiver in self._receivers.items():
             receiver.receive(programs.get(name, {}), memory, progress, deadline)
 

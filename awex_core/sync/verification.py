@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from awex_core.errors import SyncTimeout, TransferError, VerifyError, list_faults
+from awex_core.kernels.behind import DigestBehind
 from awex_core.layout.live import Memory
 from awex_core.meta.messages import JobView
+from awex_core.plan import CopyProgram
 from awex_core.protocol.receiving import Verdict, complete_digest, going_on, judge
 from awex_core.sync.attempt import Attempt, Verified
 from awex_core.sync.engine import TracedModel, WorkerModel
@@ -25,6 +27,7 @@ from awex_core.transfer.base import Progress
 from awex_core.verify.lanes import (
     Lanes,
     differing_lanes,
+    digest_behind,
     digest_program,
     empty_lanes,
     lanes_of,
@@ -78,16 +81,34 @@ class Verification:
         self, attempt: Attempt, traced: TracedModel, memory: Memory, expected: Lanes, only: npt.NDArray[np.bool_]
     ) -> set[int]:
         """Lanes of what was received, and of what will be live beside it, that are not as they should be."""
-        held, tensors = self.ready.held, traced.layout.tensors
-        if held is None:
-            raise TransferError(f"version {attempt.version} was not connected; call connect first")
-        arrived = attempt.pieces.tensors if attempt.only and attempt.pieces is not None else None
-        if arrived is None:
-            return differing_lanes(expected, digest_program(held, tensors, memory, "dst", only=only))
+        arrived = _arrived(attempt, only)
+        found = self._digest_received(attempt, traced, memory, arrived)
+        if arrived is only:
+            return differing_lanes(expected, found)
         # What does not come stays as it is in live memory, so that is where it is looked at.
-        found = digest_program(held, tensors, memory, "dst", only=only & arrived)
         with self.ownership.reading():
             return differing_lanes(expected, sum_lanes([found, self._digest_live(traced, only & ~arrived)]))
+
+    def behind(self, attempt: Attempt, traced: TracedModel, memory: Memory) -> DigestBehind | None:
+        """The digest that ``verify`` begins with, for a transport that can take it while the bytes come."""
+        only = verified_tensors(traced.layout, attempt.verify, attempt.version.number)
+        urgent = self.ready.shadow is None
+        return digest_behind(self._held(attempt), traced.layout.tensors, memory, _arrived(attempt, only), urgent=urgent)
+
+    def _digest_received(
+        self, attempt: Attempt, traced: TracedModel, memory: Memory, only: npt.NDArray[np.bool_]
+    ) -> Lanes:
+        """Of what lies in ``memory``; once as it was taken behind the bytes, if it was, and anew from then on."""
+        behind, attempt.progress.behind = attempt.progress.behind, None
+        taken = behind.of(only) if behind is not None else None
+        if taken is not None:
+            return taken
+        return digest_program(self._held(attempt), traced.layout.tensors, memory, "dst", only=only)
+
+    def _held(self, attempt: Attempt) -> CopyProgram:
+        if self.ready.held is None:
+            raise TransferError(f"version {attempt.version} was not connected; call connect first")
+        return self.ready.held
 
     def _digest_live(self, traced: TracedModel, only: npt.NDArray[np.bool_]) -> Lanes:
         """The digest of live memory, while nothing is being received into it."""
@@ -177,3 +198,8 @@ class Verification:
             return self.member.client.wait_for(complete, timeout_s=attempt.deadline.remaining(what), what=what)
         except SyncTimeout as error:
             raise SyncTimeout(f"{error}, which writer rank(s) {missing} have not sent") from error
+
+
+def _arrived(attempt: Attempt, only: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """``only``; of a partial update into the second buffer, those of them that come there."""
+    return only & attempt.pieces.tensors if attempt.only and attempt.pieces is not None else only

@@ -1,6 +1,6 @@
 """What a buffer ends up with after writes that may fall on one another: constants under copies, and copies alone.
 
-A constant is written after the copies have arrived, so in the end the two must
+A constant may be written after the copies have arrived, so in the end the two must
 not share a byte, in whichever order a loader wrote them.
 """
 

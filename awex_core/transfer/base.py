@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from awex_core.errors import SyncTimeout, TransferError
+from awex_core.kernels.behind import DigestBehind
 from awex_core.layout.live import Memory
 from awex_core.plan.program import CopyProgram
 
@@ -90,7 +91,8 @@ class Progress:
     the version may be used only once these tensors have been received again.
 
     ``kept`` is said by who receives, before: the memory holds all that ``receive`` has brought there, since nobody else
-    has written to it, and nothing that came was wrong.
+    has written to it, and nothing that came was wrong. ``behind`` is what it wishes for: a transport that brings all
+    there is may take this digest while the rest is on its way.
     """
 
     nbytes: int = 0
@@ -98,6 +100,7 @@ class Progress:
     by_transport: dict[str, int] = field(default_factory=dict)
     damaged: list[Damage] = field(default_factory=list)
     kept: bool = False
+    behind: DigestBehind | None = None
 
     def moved(self, transport: str, nbytes: int) -> None:
         """Count bytes that have arrived at (or left for) their destination."""

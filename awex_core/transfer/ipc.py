@@ -4,7 +4,8 @@ The writer does nothing meanwhile. Both may use the same GPU, or two that reach
 each other (NVLink, PCIe peer access). Mapping takes milliseconds and is done
 once per session; a version then costs one launch per kind of copy, which reads
 every piece where it lies and writes it where it belongs, cast and transposed
-on the way.
+on the way. If a digest is wanted of that memory, the launches are some more, and
+it is taken behind the copies (``kernels.behind``).
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import msgspec
 import torch
 
 from awex_core.errors import TransferError, first_line
+from awex_core.kernels.behind import joined
 from awex_core.kernels.tiles import copy_batches
 from awex_core.layout.live import Memory
 from awex_core.transfer.base import Deadline, Programs, Progress, check_hold_word, check_programs
 from awex_core.transfer.transport import End, Export, Transport, on_one_kind, read_offer
 
 if TYPE_CHECKING:
-    from awex_core.kernels.gpu import CopyLaunch
+    from awex_core.kernels.gpu import CopyLaunch, Digest, DigestingCopy
     from awex_core.meta.messages import Process
 
 NAME = "ipc"
@@ -82,16 +84,13 @@ class IpcExport:
 
     def hold(self, number: int) -> None:
         """From now on the memory is version ``number`` and does not change; what was launched before has ended."""
-        for device in self._devices:
+        self._word[2:].fill_(number + 1)
+        for device in self._devices:  # nobody is told of the version before
             torch.cuda.synchronize(device)
-        self._set(number + 1)
 
     def let_go(self) -> None:
         """From now on the memory may change: what is pulled until then, and no later, counts."""
-        self._set(0)
-
-    def _set(self, value: int) -> None:
-        self._word[2:].fill_(value)
+        self._word[2:].fill_(0)
         torch.cuda.current_stream(self._word.device).synchronize()
 
 
@@ -156,44 +155,55 @@ class IpcReceiver:
 
     def __init__(self, mapped: dict[int, Mapped], device: torch.device) -> None:
         self._mapped, self._device = mapped, device
-        self._cached: tuple[Programs, tuple[int, ...], tuple[list[CopyLaunch], int]] | None = None
+        self._cached: tuple[Programs, tuple[int, ...], tuple[CopyLaunch, int]] | None = None
+        self._digesting: tuple[CopyLaunch, Digest, DigestingCopy] | None = None
 
     def receive(self, programs: Programs, memory: Memory, progress: Progress, deadline: Deadline) -> None:
-        """Pull every piece from every writer rank, and wait until all are there.
+        """Pull every piece from every writer rank, digested if that is wanted, and wait until all are there.
 
         Raises:
             TransferError: the device failed meanwhile.
             SyncTimeout: the deadline had passed.
         """
-        ready, nbytes = self._ready(programs, memory)
+        copies, nbytes = self._ready(programs, memory)
+        behind = progress.behind
         deadline.remaining(f"the memory of writer rank(s) {sorted(programs)}")
         try:
-            for copies in ready:
+            if behind is None:
                 copies.launch()
-            torch.cuda.current_stream(self._device).synchronize()
+                copies.finish()
+            else:
+                behind.lanes = self._with_digest(copies, behind.digest).run(behind.only, urgent=behind.urgent)
         except RuntimeError as error:
             raise TransferError(f"pulling from writer rank(s) {sorted(programs)}: {first_line(error)}") from error
         progress.moved(NAME, nbytes)
 
-    def _ready(self, programs: Programs, memory: Memory) -> tuple[list[CopyLaunch], int]:
-        """The copies from each writer, ready to run, and the bytes that they move in all."""
+    def _ready(self, programs: Programs, memory: Memory) -> tuple[CopyLaunch, int]:
+        """The copies from all writers, ready to run, and the bytes that they move."""
         from awex_core.kernels.gpu import CopyLaunch
 
         addresses = tuple(memory.addresses)
         if not (self._cached and self._cached[0] is programs and self._cached[1] == addresses):
             check_programs(programs, memory, "dst")
-            ready = []
+            batches = []
             for rank, program in programs.items():
                 source = self._mapped[rank].memory
                 check_programs({rank: program}, source, "src")
-                ready.append(CopyLaunch(copy_batches(program, source.addresses, addresses), self._device))
+                batches += copy_batches(program, source.addresses, addresses)
             nbytes = sum(int(program.nbytes.sum()) for program in programs.values())
-            self._cached = programs, addresses, (ready, nbytes)
+            self._cached = programs, addresses, (CopyLaunch(joined(batches), self._device), nbytes)
         return self._cached[2]
+
+    def _with_digest(self, copies: CopyLaunch, digest: Digest) -> DigestingCopy:
+        from awex_core.kernels.gpu import DigestingCopy
+
+        if not (self._digesting and self._digesting[0] is copies and self._digesting[1] is digest):
+            self._digesting = copies, digest, DigestingCopy(copies, digest)
+        return self._digesting[2]
 
     def close(self) -> None:
         """Unmap everything."""
-        self._cached = None
+        self._cached = self._digesting = None
         self._mapped = {}
 
 

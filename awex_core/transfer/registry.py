@@ -8,6 +8,7 @@ from collections.abc import Collection
 from importlib.metadata import entry_points
 
 import msgspec
+import torch
 
 from awex_core.errors import ConfigError, TransferError
 from awex_core.layout.live import Memory
@@ -102,6 +103,7 @@ class Exports:
     def __init__(self, memory: Memory, wanted: str = AUTO) -> None:
         """Offer it as ``AWEX_TRANSPORT`` wants it; where it cannot be shared, the log says why."""
         self._exports: dict[str, Export] = {}
+        self._devices = {buffer.device for buffer in memory.buffers if buffer.is_cuda}
         for transport in considered(wanted):
             try:
                 export = transport.offer(memory)
@@ -116,7 +118,9 @@ class Exports:
         return {name: msgspec.msgpack.encode(export.endpoint) for name, export in self._exports.items()}
 
     def hold(self, number: int) -> None:
-        """From now on the memory is version ``number`` and does not change."""
+        """From now on the memory is version ``number`` and does not change; what was launched before has ended."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
         for export in self._exports.values():
             export.hold(number)
 

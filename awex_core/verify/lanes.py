@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from awex_core.errors import LayoutError
+from awex_core.kernels.behind import DigestBehind
 from awex_core.kernels.tiles import digest_batches
 from awex_core.layout.dtypes import DTYPES
 from awex_core.layout.layout import CanonicalTensor, Layout
@@ -90,10 +91,38 @@ def _digest_on_gpu(
     side: Literal["src", "dst"],
     only: npt.NDArray[np.bool_] | None,
 ) -> Lanes:
-    from awex_core.kernels.gpu import Digest
-
     if only is not None and not only.any():
         return empty_lanes()
+    return _gpu_digest(program, tensors, memory, gpu, side).take(only)
+
+
+def digest_behind(
+    program: CopyProgram,
+    tensors: Sequence[CanonicalTensor],
+    memory: Memory,
+    only: npt.NDArray[np.bool_],
+    *,
+    urgent: bool,
+) -> DigestBehind | None:
+    """``digest_program`` of the ``dst`` side, for a transport to take while it fills that memory.
+
+    None where there is no kernel for it. ``urgent`` says that nothing else computes on that GPU meanwhile.
+    """
+    gpu = memory.gpu
+    if gpu is None or not only.any():
+        return None
+    return DigestBehind(_gpu_digest(program, tensors, memory, gpu, "dst"), only, urgent)
+
+
+def _gpu_digest(
+    program: CopyProgram,
+    tensors: Sequence[CanonicalTensor],
+    memory: Memory,
+    gpu: torch.device,
+    side: Literal["src", "dst"],
+) -> Digest:
+    from awex_core.kernels.gpu import Digest
+
     addresses = tuple(memory.addresses)
     known = _ON_GPU.get(program)
     if known is None or known[:2] != (side, addresses):
@@ -101,7 +130,7 @@ def _digest_on_gpu(
         batches = digest_batches(program, addresses, side)
         digest = Digest(batches, tensor_seeds(tensors), lanes, LANES, gpu)
         known = _ON_GPU[program] = (side, addresses, digest)
-    return known[2].take(only)
+    return known[2]
 
 
 def _digest_descriptor(program: CopyProgram, k: int, memory: Memory, side: str, seed: int) -> int:

@@ -16,13 +16,14 @@ FLOATS = ["float64", "float32", "float16", "bfloat16"]
 INTEGERS = ["int64", "int32", "int16", "int8"]
 SHAPES = [(True, True), (True, False), (False, False)]
 """Packed and flat."""
-POINTERS = {"chosen": "*u8"}
+KINDS = {"chosen": "*u8", "tiles": "i32"}
+"""Of arguments that are no pointers to int64."""
 
 
 def compile_for_hopper(kernel: Any, **constants: Any) -> str:
     """The PTX."""
     names = [name for name in kernel.arg_names if name not in constants]
-    signature = {name: POINTERS.get(name, "*i64") for name in names} | dict.fromkeys(constants, "constexpr")
+    signature = {name: KINDS.get(name, "*i64") for name in names} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 

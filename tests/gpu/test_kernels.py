@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.support.kernels.kernel_checks import check_buckets, check_casts, check_copies, check_digests
+from awex_core.kernels import behind
+from awex_core.kernels.behind import DigestBehind
+from awex_core.transfer.base import Deadline, Progress
+from awex_core.transfer.ipc import IpcReceiver
+from awex_core.verify.lanes import digest_behind, digest_program
+from benchmarks.pieces import allocate, expert_pair
+from tests.support.kernels.kernel_checks import (
+    check_behind,
+    check_buckets,
+    check_casts,
+    check_copies,
+    check_digests,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -32,3 +46,30 @@ def test_casts() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_buckets(seed: int) -> None:
     check_buckets(DEVICE, seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_digests_behind_copies(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(behind, "PART_NBYTES", 1)
+    assert check_behind(DEVICE, seed, big=seed == 0) > 4
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["plain", "cast"])
+@pytest.mark.parametrize("urgent", [False, True], ids=["beside", "urgent"])
+def test_large_pulls_and_their_digests_run_at_once(hard: bool, urgent: bool) -> None:
+    """A digest that read too early would see what was there before, at least once in so many versions."""
+    pair = expert_pair(2 << 30, hard=hard)
+    source, memory = allocate(pair.source, seed=1, device=DEVICE), allocate(pair.destination, device=DEVICE)
+    mapped: Any = SimpleNamespace(memory=source)
+    receiver, programs, tensors = IpcReceiver({0: mapped}, DEVICE), {0: pair.program}, pair.destination.tensors
+    everything = np.ones(len(tensors), dtype=bool)
+    for _ in range(10):
+        for buffer in source.buffers:
+            buffer.view(torch.int64).bitwise_xor_(0x0101010101010101)
+        wish = digest_behind(pair.program, tensors, memory, everything, urgent=urgent)
+        assert isinstance(wish, DigestBehind)
+        receiver.receive(programs, memory, Progress(behind=wish), Deadline.after(60))
+        assert wish.lanes is not None
+        assert (wish.lanes == digest_program(pair.program, tensors, source, "src")).all()
+        assert (wish.lanes == digest_program(pair.program, tensors, memory, "dst")).all()
+    assert receiver._digesting is not None and receiver._digesting[2].parts > 4

@@ -8,19 +8,25 @@ taken.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from awex_core.kernels import behind
+from awex_core.kernels.behind import DigestBehind
 from awex_core.kernels.tiles import Batch, copy_batches, digest_batches
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory
 from awex_core.modes import LANES
 from awex_core.numerics.casts import cast, cast_into
 from awex_core.plan.copies import tensor_seeds
+from awex_core.plan.program import CopyProgram
 from awex_core.plan.split import split_pieces
+from awex_core.transfer.base import Deadline, Programs, Progress
 from awex_core.transfer.buckets import BucketViews, make_buckets
+from awex_core.transfer.ipc import IpcReceiver
 from awex_core.transfer.packing import BucketCopies
 from awex_core.transfer.views import descriptor_view
 from awex_core.verify.lanes import digest_program, lane_of
@@ -123,6 +129,42 @@ def check_buckets(device: torch.device, seed: int, **options: Any) -> None:
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found.buffers, expected.buffers, strict=True))
 
 
+def _digest(program: CopyProgram, memory: Memory, device: torch.device) -> Any:
+    from awex_core.kernels.gpu import Digest
+
+    lanes = lane_of(np.arange(len(TENSORS)), len(TENSORS))
+    return Digest(digest_batches(program, memory.addresses, "dst"), tensor_seeds(TENSORS), lanes, LANES, device)
+
+
+def check_behind(device: torch.device, seed: int, **options: Any) -> int:
+    """``ipc``'s receiver on two writers, with a digest behind the copies: both as when one is made after the other.
+
+    Returns in how many parts it was done.
+    """
+    program, src_sizes, dst_sizes = random_program(seed, 60, len(TENSORS), **options)
+    cpu = torch.device("cpu")
+    expected, found = random_memory(dst_sizes, 1, cpu), random_memory(dst_sizes, 1, device)
+    source, values = random_memory(src_sizes, 2, device), random_memory(src_sizes, 2, cpu)
+    first, some = np.arange(len(program)) % 2 == 0, np.arange(len(TENSORS)) % 3 == 0
+    mapped: Any = SimpleNamespace(memory=source)
+    programs: Programs = {0: program.take(first), 1: program.take(~first)}
+    receiver = IpcReceiver(dict.fromkeys(programs, mapped), device)
+    digest = _digest(program, found, device)
+    for number, only in enumerate((np.ones_like(some), some, None, ~some)):
+        for buffer, value in zip(source.buffers, values.buffers, strict=True):
+            buffer.copy_(value.random_(generator=torch.Generator().manual_seed(number)))
+        for k in range(len(program)):
+            cast_into(descriptor_view(program, k, expected, "dst"), descriptor_view(program, k, values, "src"))
+        progress = Progress(behind=None if only is None else DigestBehind(digest, only, urgent=True))
+        receiver.receive(programs, found, progress, Deadline.after(60))
+        if progress.behind is not None:
+            taken = progress.behind.of(progress.behind.only)
+            assert (taken == digest_program(program, TENSORS, expected, "dst", only=only)).all()
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found.buffers, expected.buffers, strict=True))
+    assert receiver._digesting is not None
+    return receiver._digesting[2].parts
+
+
 def main() -> None:
     """All checks on the CPU."""
     from awex_core.kernels.gpu import _COPY_BLOCK
@@ -137,6 +179,8 @@ def main() -> None:
     assert max((batch.table[:, 2] * batch.table[:, 3]).max() for batch in copies) > _COPY_BLOCK
     check_casts(device)
     check_buckets(device, SEED, **small)
+    behind.PART_NBYTES = 1
+    assert check_behind(device, SEED, **small) > 4
     print("kernels: the same")
 
 
