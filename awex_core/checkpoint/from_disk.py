@@ -12,7 +12,7 @@ from safetensors import safe_open
 from awex_core.checkpoint.description import tensor_files
 from awex_core.errors import VerifyError, list_faults
 from awex_core.layout.layout import CanonicalTensor, Layout
-from awex_core.layout.live import Memory, ShardCollector
+from awex_core.layout.live import Held, Memory, ShardCollector
 from awex_core.numerics.casts import cast, cast_into
 from awex_core.plan import index_sources, lower_copies, plan_copies
 from awex_core.transfer.checksum import checksum
@@ -48,6 +48,14 @@ def checksums_of(folder: Path, tensors: Sequence[CanonicalTensor]) -> dict[str, 
     return found
 
 
+def as_held(folder: Path) -> Held:
+    """A checkpoint's tensors as a rank would hold them that has them all; raises as ``read_checkpoint``."""
+    collector = ShardCollector()
+    for name, tensor in read_checkpoint(folder):
+        collector.add(name, tensor.shape, [0] * tensor.dim(), tensor)
+    return collector.build()
+
+
 def load_checkpoint(folder: Path, layout: Layout, memory: Memory) -> None:
     """Fill ``memory``, which ``layout`` describes, with the checkpoint's weights, and compare digests.
 
@@ -56,10 +64,7 @@ def load_checkpoint(folder: Path, layout: Layout, memory: Memory) -> None:
         PlanError: it is another model's; names the tensors.
         VerifyError: what lies in memory is not what was read.
     """
-    collector = ShardCollector()
-    for name, tensor in read_checkpoint(folder):
-        collector.add(name, tensor.shape, [0] * tensor.dim(), tensor)
-    held, files = collector.build()
+    held, files = as_held(folder)
     sources = index_sources([held])
     program = lower_copies(plan_copies(sources, layout, rank=0, distance=[0]), sources, 0)
     with torch.no_grad():

@@ -6,6 +6,7 @@
     awex check         compares a model with a manifest
     awex serve         runs a relay, which holds each version for others
     awex receive       takes one version into files
+    awex verify        compares what a running engine holds with a checkpoint
 
 The token is read from ``--token-file``, ``AWEX_TOKEN`` or the file that
 ``AWEX_TOKEN_FILE`` names, in this order. It is never an argument, because every
@@ -22,6 +23,7 @@ from awex_core.cli.meta_server import add_meta_server
 from awex_core.cli.models import add_check, add_export
 from awex_core.cli.relays import add_receive, add_serve
 from awex_core.cli.status import add_status
+from awex_core.cli.verify import add_verify
 from awex_core.errors import AwexError
 from awex_core.settings.variables import check_names
 
@@ -43,6 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="awex", description="Live weight sync from a trainer to inference engines.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_meta_server, add_status, add_export, add_check, add_serve, add_receive):
+    for add in (add_meta_server, add_status, add_export, add_check, add_verify, add_serve, add_receive):
         add(commands)
     return parser

@@ -24,7 +24,9 @@ from awex_core.meta.messages import (
     Announce,
     Announced,
     AskCatchUp,
+    AskDigests,
     Blobs,
+    DigestsAsked,
     EngineOutcome,
     EngineState,
     Get,
@@ -310,6 +312,11 @@ class ObserverClient(MetaClient):
     def status(self) -> JobStatus:
         """What people are shown: the view, and the run that is still forming."""
         return _decode(self._connection.send("GET", self._path).data, JobStatus, msgspec.json.decode)
+
+    def ask_digests(self, engine: str, manifest: str, *, timeout_s: float) -> int:
+        """Have an engine's workers say what they hold, see ``AskDigests``; returns the wish's number."""
+        message = AskDigests(engine=engine, manifest=manifest, timeout_s=timeout_s)
+        return self._post(message, DigestsAsked, headers={"idempotency-key": uuid.uuid4().hex}).number
 
     def jobs(self, *, timeout_s: float) -> dict[str, list[str]]:
         """The live engines of every job that the server serves at present."""

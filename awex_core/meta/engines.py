@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from awex_core.errors import Refused
-from awex_core.meta.limits import MAX_REASON
+from awex_core.meta.limits import MAX_REASON, MAX_WAIT_S
 from awex_core.meta.members import AnyMember, Member, Members, describe, where
-from awex_core.meta.messages import EngineState, EngineView, JoinController, WeightsState, WorkerInfo
+from awex_core.meta.messages import (
+    AskDigests,
+    DigestWish,
+    EngineState,
+    EngineView,
+    JoinController,
+    WeightsState,
+    WorkerInfo,
+)
 from awex_core.meta.revision import SENDING, STATES, Revision, of_engine, of_workers
 from awex_core.version import INITIAL, Version
 
@@ -35,6 +43,8 @@ class Engine:
     hearsay_since: float | None = None
     """When somebody first joined who knows it from hearsay, before it had a controller."""
     generation: int = 1
+    wish: DigestWish | None = None
+    wish_ends: float = 0.0
 
     @property
     def live(self) -> bool:
@@ -119,6 +129,7 @@ class Engine:
             gone_s=max(gone, default=0.0),
             parked=self.why("released"),
             inherited=self.inherited,
+            wish=self.wish if now < self.wish_ends else None,
         )
 
 
@@ -136,6 +147,8 @@ class SavedEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     generation: int
     inherited: bool = False
     hearsay_since: float | None = None
+    wish: DigestWish | None = None
+    wish_ends: float = 0.0
 
 
 class Engines:
@@ -198,6 +211,22 @@ class Engines:
             engine.said, engine.version, engine.said_reason, engine.inherited = state, version, reason, False
             self._revision.advance(of_engine(engine.name), STATES)
 
+    def ask_digests(self, message: AskDigests, now: float) -> int:
+        """Show an engine's controller that somebody wants to know what its workers hold; returns the wish's number."""
+        engine = self.by_name.get(message.engine)
+        if engine is None or not engine.live or not engine.controlled:
+            known = ", ".join(sorted(name for name, one in self.by_name.items() if one.live and one.controlled))
+            raise Refused(
+                "unknown", f"no engine {message.engine!r} is there that can be asked; those: {known or 'none'}"
+            )
+        if not 0 < message.timeout_s <= MAX_WAIT_S:
+            raise Refused("invalid", f"timeout_s is {message.timeout_s}; more than 0, at most {MAX_WAIT_S:g} allowed")
+        self._revision.advance(of_engine(engine.name))
+        number = self._revision.number
+        engine.wish = DigestWish(number=number, manifest=message.manifest, timeout_s=message.timeout_s)
+        engine.wish_ends = now + message.timeout_s
+        return number
+
     def drop_gone(self, now: float) -> None:
         """Forget the engines all of whose members have long been gone."""
         for engine in [engine for engine in self.by_name.values() if engine.dropped_at(self._members.lease_s) <= now]:
@@ -227,6 +256,8 @@ class Engines:
                 generation=engine.generation,
                 inherited=engine.inherited,
                 hearsay_since=engine.hearsay_since,
+                wish=engine.wish,
+                wish_ends=engine.wish_ends,
             )
             for engine in self.by_name.values()
         ]
@@ -246,6 +277,8 @@ class Engines:
                 generation=one.generation,
                 inherited=one.inherited,
                 hearsay_since=one.hearsay_since,
+                wish=one.wish,
+                wish_ends=one.wish_ends,
             )
 
     def _remove(self, engine: Engine, member: Member[WorkerInfo], by: WorkerInfo) -> str:

@@ -32,7 +32,7 @@ MAX_BLOBS = 1024
 RELEASE = "0.1.0"
 """Of this package."""
 
-PROTOCOL = (1, 3)
+PROTOCOL = (1, 4)
 """The major and the minor version of all that is said here, which every message's header carries (``release``).
 
 A field or request that others can do without raises the minor version: it has a default, and who does not know it
@@ -117,6 +117,16 @@ class WorkerInfo(_Message, frozen=True):
     """Rises with everything that changes above: an earlier word that arrives late is not taken."""
 
 
+class DigestWish(_Message, frozen=True):
+    """Somebody wants to know what an engine holds; it is traced for ``manifest`` if it has not been for any."""
+
+    number: int
+    """Rises with every wish, so that one is not taken for another."""
+    manifest: str
+    """Blob hash."""
+    timeout_s: float
+
+
 class EngineView(_Message, frozen=True):
     """One engine, as the others see it.
 
@@ -142,6 +152,8 @@ class EngineView(_Message, frozen=True):
     """Why no version can be received at present (its weights are not in memory); it waits until they are."""
     inherited: bool = False
     """Whether ``said`` and ``version`` are still the word of a controller before the elected one."""
+    wish: DigestWish | None = None
+    """The last one, until its time is over."""
 
 
 class Resend(_Message, frozen=True):
@@ -445,6 +457,20 @@ class Lend(_Message, frozen=True):
     incarnation: str
     target: str
     info: WriterInfo
+
+
+class AskDigests(_Message, frozen=True):
+    """Have every worker of an engine say what it holds, tensor by tensor; where, ``sync.digesting`` says."""
+
+    engine: str
+    manifest: str
+    timeout_s: float
+
+
+class DigestsAsked(_Message, frozen=True):
+    """The number of the wish."""
+
+    number: int
 
 
 class Put(_Message, frozen=True):

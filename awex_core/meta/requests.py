@@ -26,6 +26,7 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "set_engine_state": messages.SetEngineState,
     "ask_catch_up": messages.AskCatchUp,
     "lend": messages.Lend,
+    "ask_digests": messages.AskDigests,
     "put": messages.Put,
     "get": messages.Get,
     "get_blobs": messages.GetBlobs,
@@ -38,6 +39,7 @@ REPLIES: dict[str, type[msgspec.Struct]] = {
     "announce": messages.Announced,
     "heartbeat": messages.HeartbeatReply,
     "watch": messages.JobView,
+    "ask_digests": messages.DigestsAsked,
     "get": messages.GetReply,
     "get_blobs": messages.Blobs,
 }

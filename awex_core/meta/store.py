@@ -23,6 +23,8 @@ from awex_core.meta.members import AnyMember, Members, SavedMembers, describe
 from awex_core.meta.messages import (
     Announce,
     AskCatchUp,
+    AskDigests,
+    DigestsAsked,
     EngineState,
     Get,
     GetReply,
@@ -389,6 +391,11 @@ class JobStore:
         engine = self._engines.controlled_by(message.incarnation)
         self._set_state(engine, message.state, message.version, message.reason)
         return Ok()
+
+    def ask_digests(self, message: AskDigests, now: float) -> DigestsAsked:
+        """Somebody wants to know what an engine's workers hold."""
+        self._begin(now)
+        return DigestsAsked(number=self._engines.ask_digests(message, now))
 
     # Values
 

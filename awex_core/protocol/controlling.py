@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from awex_core.meta.messages import CatchUpView, EngineState, EngineView, JobView, SyncView, WeightsState
+from awex_core.meta.messages import CatchUpView, DigestWish, EngineState, EngineView, JobView, SyncView, WeightsState
 from awex_core.protocol.updating import PAUSED, Phase
 from awex_core.version import INITIAL, Version
 
@@ -57,6 +57,8 @@ class Standing:
     """The model that the workers have been prepared for."""
     lent: set[int] = field(default_factory=set)
     """Numbers of the catch-ups that the workers have been told to lend for."""
+    digested: int = 0
+    """Number of the last wish for digests that was met."""
     given_up: set[Version] = field(default_factory=set)
     """Versions that were to be taken from another engine: once each."""
     behind: Version | None = None
@@ -127,6 +129,13 @@ class Lend:
 
 
 @dataclass(frozen=True)
+class TakeDigests:
+    """Have the workers say what they hold, tensor by tensor; no version is taken meanwhile, so it is of one."""
+
+    wish: DigestWish
+
+
+@dataclass(frozen=True)
 class CatchUp:
     """Ask for the weights of another engine, which is at ``version``."""
 
@@ -140,7 +149,7 @@ class TakeVersion:
     sync: SyncView
 
 
-Task = Do | Prepare | Lend | CatchUp | TakeVersion
+Task = Do | Prepare | Lend | TakeDigests | CatchUp | TakeVersion
 
 
 def is_hearsay(role: Role) -> bool:
@@ -284,6 +293,9 @@ def _of_controller(me: Standing, seen: EngineView | None, view: JobView, policy:
         yield Do.LOOK
         if me.shown == "torn":
             yield Do.TEAR
+    if seen is not None and seen.wish is not None and seen.wish.number != me.digested:
+        me.digested = seen.wish.number
+        yield TakeDigests(seen.wish)
     if seen is not None and seen.parked:
         return  # whatever there is to receive waits until the weights are in memory again
     for target, catch_up in catch_ups_to_lend(me, view):

@@ -17,7 +17,10 @@ GRACE_S = 10.0
 
 
 class BoundedHost:
-    """``EngineHost`` as a controller calls it. A call that is late raises ``SyncTimeout``, with what was waited for."""
+    """``EngineHost`` as a controller calls it. A call that is late raises ``SyncTimeout``, with what was waited for.
+
+    Large because ``EngineHost`` has thirteen methods.
+    """
 
     def __init__(self, host: EngineHost, engine: str) -> None:
         self._host, self._engine = host, engine
@@ -33,6 +36,10 @@ class BoundedHost:
     async def lend(self, target: str, limit_s: float) -> None:
         """See ``EngineHost.lend``."""
         await self._within(limit_s, self._host.lend(target), "the workers to lend")
+
+    async def digest(self, number: int, manifest: str, limit_s: float) -> None:
+        """See ``EngineHost.digest``."""
+        await self._within(limit_s, self._host.digest(number, manifest), "the workers to say what they hold")
 
     async def connect(self, version: Version, limit_s: float) -> None:
         """See ``EngineHost.connect``."""

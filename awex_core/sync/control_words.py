@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
+
+import msgspec
 
 from awex_core.errors import AwexError, Fenced, TransferError
 from awex_core.meta.client import ControllerClient
@@ -14,6 +18,7 @@ from awex_core.modes import VerifyMode
 from awex_core.protocol.controlling import Role, Standing, catch_up_opened, is_hearsay, role_after_joining
 from awex_core.protocol.updating import step_done, why_failed
 from awex_core.settings.config import SyncConfig
+from awex_core.sync.digesting import KEPT_S, HeldDigests, held_key
 from awex_core.sync.process import this_process
 from awex_core.version import Version
 
@@ -23,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class ControlWords:
-    """Of one controller."""
+    """Of one controller. Large because each word is a method."""
 
     def __init__(self, me: Standing, client: ControllerClient, config: SyncConfig) -> None:
         self.me, self._client, self._config = me, client, config
@@ -128,6 +133,21 @@ class ControlWords:
         )
         if failure:
             raise TransferError(failure)
+
+    async def await_digests(self, number: int, limit_s: float) -> None:
+        """Wait until every worker has said what it holds; raises ``TransferError`` if one has not by then."""
+        engine = self.me.engine
+        seen, end = (await self.view()).engines.get(engine), time.monotonic() + limit_s
+        for worker in seen.workers if seen is not None else ():
+            key, left = held_key(engine, number, worker.rank), end - time.monotonic()
+            if await self.call(functools.partial(self._client.get, key, wait_s=max(left, 0.0))) is None:
+                raise TransferError(f"worker {worker.rank} of engine {engine} has not said what it holds")
+
+    async def put_failure(self, number: int, error: Exception) -> None:
+        """Say why nobody knows what this engine holds."""
+        engine, answer = self.me.engine, HeldDigests(error=str(error) or type(error).__name__)
+        key, value = held_key(engine, number, 0), msgspec.msgpack.encode(answer)
+        await self.call(lambda: self._client.put(key, value, ttl_s=KEPT_S))
 
     async def ask_catch_up(self, limit_s: float, verify: VerifyMode) -> SyncView | None:
         """Ask for another engine's weights; returns when all workers of that lend, or none when it has ended before."""

@@ -134,7 +134,10 @@ class SwapsMemory(Protocol):
 
 
 class EngineHost(Protocol):
-    """One engine, from the process that accepts its requests. Every method reaches all workers or raises."""
+    """One engine, from the process that accepts its requests. Every method reaches all workers or raises.
+
+    Large because each step of a version is a method.
+    """
 
     async def prepare(self) -> None:
         """Have every worker join and, once the trainer is known, trace its model; workers report refusals.
@@ -144,6 +147,9 @@ class EngineHost(Protocol):
 
     async def lend(self, target: str) -> None:
         """Have every worker begin to lend its weights to engine ``target``. Requests keep running."""
+
+    async def digest(self, number: int, manifest: str) -> None:
+        """Have every worker begin to say what it holds (``WeightReader.digest``). Requests keep running."""
 
     async def connect(self, version: Version) -> None:
         """Have every worker plan and connect for ``version``. Requests keep running; workers report failures."""

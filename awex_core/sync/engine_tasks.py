@@ -6,7 +6,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from awex_core.errors import AwexError
-from awex_core.protocol.controlling import CatchUp, Do, Lend, Prepare, Repair, TakeVersion, Task
+from awex_core.meta.messages import DigestWish
+from awex_core.protocol.controlling import CatchUp, Do, Lend, Prepare, Repair, TakeDigests, TakeVersion, Task
 from awex_core.protocol.sessions import refusals
 from awex_core.protocol.updating import Phase
 from awex_core.settings.config import SyncConfig
@@ -40,6 +41,8 @@ class EngineTasks:
             await self._host.lend(task.target, task.limit_s)
         elif isinstance(task, Prepare):
             await self.prepare(task.model)
+        elif isinstance(task, TakeDigests):
+            await self._digest(task.wish)
         elif isinstance(task, CatchUp):
             await self._catch_up(task)
         elif isinstance(task, TakeVersion):
@@ -93,6 +96,14 @@ class EngineTasks:
         logger.error("awex: engine %s is torn: %s", self._me.engine, reason)
         await self._words.set_state("torn", reason)
         await self._host.fail_requests()
+
+    async def _digest(self, wish: DigestWish) -> None:
+        """Hold this engine at what it serves until all workers have said what that is."""
+        try:
+            await self._host.digest(wish.number, wish.manifest, wish.timeout_s)
+            await self._words.await_digests(wish.number, wish.timeout_s)
+        except Exception as error:  # noqa: BLE001 - whoever asked is told
+            await self._words.put_failure(wish.number, error)
 
     async def _catch_up(self, task: CatchUp) -> None:
         """Take the version of an engine that is ahead, while the trainer publishes nothing."""

@@ -16,7 +16,7 @@ from awex_core.version import Version
 
 
 class LocalHost:
-    """``EngineHost`` over some models, a worker each. Large because ``EngineHost`` has twelve methods."""
+    """``EngineHost`` over some models, a worker each. Large because ``EngineHost`` has thirteen methods."""
 
     def __init__(self, name: str, workers: Sequence[WorkerModel], config: SyncConfig) -> None:
         """Nobody joins before ``prepare``."""
@@ -49,6 +49,10 @@ class LocalHost:
     async def lend(self, target: str) -> None:
         """See ``EngineHost.lend``."""
         await self.each(lambda reader: reader.lend(target))
+
+    async def digest(self, number: int, manifest: str) -> None:
+        """See ``EngineHost.digest``."""
+        await self.each(lambda reader: reader.digest(number, manifest))
 
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""

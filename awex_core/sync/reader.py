@@ -17,6 +17,7 @@ from awex_core.settings.config import SyncConfig
 from awex_core.sync.attempt import Attempt
 from awex_core.sync.connection import Connection
 from awex_core.sync.context import SyncContext
+from awex_core.sync.digesting import Digesting
 from awex_core.sync.engine import WorkerModel
 from awex_core.sync.lending import Lending
 from awex_core.sync.membership import WorkerMembership
@@ -41,7 +42,10 @@ _HEADSTART_S = 1.0
 
 
 class WeightReader:
-    """One worker of one engine: traces, pulls its own pieces, verifies them, reports. Made by ``join``."""
+    """One worker of one engine: traces, pulls its own pieces, verifies them, reports. Made by ``join``.
+
+    Large because each of an engine's commands to its workers is a method; what is done for them is elsewhere.
+    """
 
     def __init__(self, model: WorkerModel, member: WorkerMembership, context: SyncContext[WorkerClient]) -> None:
         self.model, self.config, self.version = model, context.config, INITIAL
@@ -54,6 +58,7 @@ class WeightReader:
         self._verification = verification = Verification(model, member, self._ready, self.ownership)
         self._lending = Lending(model, member, verification, context)
         self._reception = Reception(model, self._connection, verification, self._lending)
+        self._digesting = Digesting(model, member, self._ready, self.ownership)
         self._attempt: Attempt | None = None
         self._prefetching = Prefetching(self._prefetch)
 
@@ -102,6 +107,12 @@ class WeightReader:
         """
         self._lending.begin(target, self.version)
 
+    # Telling people what is held. Requests keep running.
+
+    def digest(self, number: int, manifest: str) -> None:
+        """Begin to say what this worker holds, tensor by tensor, as the answer to a wish; see ``sync.digesting``."""
+        self._digesting.begin(number, manifest, self.version)
+
     # Other callers: what the engine's own calls do to the weights
 
     def begin_foreign(self, call: str) -> None:
@@ -140,6 +151,7 @@ class WeightReader:
         Raises:
             AwexError: none is configured, or it is not the model that was traced; the engine stays torn.
         """
+        self._digesting.note_change()
         self._reception.load(self.config.repair_checkpoint)
         self.version = INITIAL
 
@@ -219,6 +231,7 @@ class WeightReader:
             self._prefetching.end()
             if attempt.failure:
                 return
+            self._digesting.note_change()
             if not attempt.prefetched:
                 self._reception.receive(attempt)
             attempt.received = True

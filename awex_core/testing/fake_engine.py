@@ -143,7 +143,7 @@ class FakeWorkerModel:
 class FakeEngine(LocalHost):
     """An engine of several workers and a controller, all in this process. ``EngineHost`` for its own controller.
 
-    Large because it writes down which of the twelve methods of ``EngineHost`` were called.
+    Large because it writes down which of the thirteen methods of ``EngineHost`` were called.
     """
 
     def __init__(
@@ -190,6 +190,11 @@ class FakeEngine(LocalHost):
         """See ``EngineHost.lend``."""
         self.events.append(f"lend {target}")
         await super().lend(target)
+
+    async def digest(self, number: int, manifest: str) -> None:
+        """See ``EngineHost.digest``."""
+        self.events.append(f"digest {number}")
+        await super().digest(number, manifest)
 
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""

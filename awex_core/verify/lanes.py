@@ -29,7 +29,6 @@ from awex_core.numerics.mixing import CHUNK, mix_block
 from awex_core.plan.cells import SourceIndex, holds_each_once, index_sources
 from awex_core.plan.copies import plan_part, seeds_of, tensor_seeds
 from awex_core.plan.program import CopyProgram, lower_copies, lower_held
-from awex_core.plan.select import take_tensors
 from awex_core.transfer.views import descriptor_view
 from awex_core.verify.sampling import verified_tensors
 
@@ -69,14 +68,43 @@ def digest_program(
     gpu = memory.gpu
     if gpu is not None:
         return _digest_on_gpu(program, tensors, memory, gpu, side, only)
-    if only is not None:
-        program = take_tensors(program, only)
-    lanes = [0] * LANES
+    return _digest_on_cpu(program, tensors, memory, side, only, lane_of(program.tensor, len(tensors)), LANES)
+
+
+def tensor_sums(
+    program: CopyProgram,
+    tensors: Sequence[CanonicalTensor],
+    memory: Memory,
+    side: Literal["src", "dst"],
+    *,
+    only: npt.NDArray[np.bool_],
+) -> Lanes:
+    """As ``digest_program``, with a sum for each tensor: shape ``[T]``, zero for those that are not in ``only``."""
+    count, gpu = len(tensors), memory.gpu
+    if gpu is None:
+        return _digest_on_cpu(program, tensors, memory, side, only, program.tensor, count)
+    from awex_core.kernels.gpu import Digest
+
+    batches = digest_batches(program, memory.addresses, side)
+    return Digest(batches, tensor_seeds(tensors), np.arange(count), count, gpu).take(only)
+
+
+def _digest_on_cpu(
+    program: CopyProgram,
+    tensors: Sequence[CanonicalTensor],
+    memory: Memory,
+    side: Literal["src", "dst"],
+    only: npt.NDArray[np.bool_] | None,
+    lane: npt.NDArray[np.int64],
+    count: int,
+) -> Lanes:
+    """``lane`` is that of each descriptor, of ``count``."""
+    sums = [0] * count
     seeds = seeds_of(tensors, program.tensor).tolist()
-    lane = lane_of(program.tensor, len(tensors)).tolist()
-    for k in range(len(program)):
-        lanes[lane[k]] += _digest_descriptor(program, k, memory, side, seeds[k])
-    return np.asarray([total % (1 << 64) for total in lanes], dtype=np.uint64)
+    chosen = range(len(program)) if only is None else np.flatnonzero(only[program.tensor]).tolist()
+    for k in chosen:
+        sums[int(lane[k])] += _digest_descriptor(program, k, memory, side, seeds[k])
+    return np.asarray([total % (1 << 64) for total in sums], dtype=np.uint64)
 
 
 _ON_GPU: WeakKeyDictionary[CopyProgram, tuple[str, tuple[int, ...], Digest]] = WeakKeyDictionary()

@@ -34,7 +34,7 @@ _POLL_S = 0.02
 class SglangHost:
     """``awex_core.sync.engine.EngineHost`` of one SGLang engine.
 
-    Large because ``EngineHost`` has twelve methods, and ``guard.Host`` three more.
+    Large because ``EngineHost`` has thirteen methods, and ``guard.Host`` three more.
     """
 
     def __init__(self, manager: Any, kv: KvMode) -> None:
@@ -49,6 +49,10 @@ class SglangHost:
     async def lend(self, target: str) -> None:
         """See ``EngineHost.lend``."""
         await self._run("lend", target)
+
+    async def digest(self, number: int, manifest: str) -> None:
+        """See ``EngineHost.digest``."""
+        await self._run("digest", number, manifest)
 
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""
@@ -122,7 +126,7 @@ class SglangHost:
     async def _reports(self) -> list[Report]:
         return [read_report(answer) for answer in await self._ask("weights")]
 
-    async def _run(self, command: str, *arguments: str, wait_s: float = 0.0) -> None:
+    async def _run(self, command: str, *arguments: Any, wait_s: float = 0.0) -> None:
         """Have every rank carry out a command; ranks report failures of a version to the meta server."""
         async with self._guard.working():
             await self._run_commands(command, list(arguments), wait_s)

@@ -146,6 +146,9 @@ class Worker:
     def _lend(self, target: str) -> None:
         self._joined().lend(target)
 
+    def _digest(self, number: int, manifest: str) -> None:
+        self._joined().digest(number, manifest)
+
     def _connect(self, version: str) -> None:
         self._touched = ""
         self._joined().connect(Version.parse(version))

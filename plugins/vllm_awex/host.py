@@ -23,7 +23,10 @@ from vllm_awex.calls import ROUTES
 
 
 class VllmHost:
-    """``awex_core.sync.engine.EngineHost`` of one vLLM engine; its other end is ``vllm_awex.guard``."""
+    """``awex_core.sync.engine.EngineHost`` of one vLLM engine; its other end is ``vllm_awex.guard``.
+
+    Large because ``EngineHost`` has thirteen methods.
+    """
 
     def __init__(self, engine: Any, kv: KvMode) -> None:
         self._engine, self._kv = engine, kv
@@ -41,6 +44,10 @@ class VllmHost:
     async def lend(self, target: str) -> None:
         """See ``EngineHost.lend``."""
         await self._ask("work", "lend", target)
+
+    async def digest(self, number: int, manifest: str) -> None:
+        """See ``EngineHost.digest``."""
+        await self._ask("work", "digest", number, manifest)
 
     async def connect(self, version: Version) -> None:
         """See ``EngineHost.connect``."""

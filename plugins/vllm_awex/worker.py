@@ -87,6 +87,7 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
         commands: dict[str, Callable[..., Any]] = {
             "prepare": lambda: self._prepare(AwexInitInfo(), controlled=True),
             "lend": lambda target: self.reader.lend(target),
+            "digest": lambda number, manifest: self.reader.digest(number, manifest),
             "connect": lambda version: self.reader.connect(Version.parse(version)),
             "prefetch": lambda: self.reader.prefetch(),
             "receive": self._receive,

@@ -15,7 +15,7 @@ from awex_core.errors import Fenced, Refused
 from awex_core.layout import content_hash
 from awex_core.meta import messages as m
 from awex_core.meta.limits import Limits
-from awex_core.meta.store import JobStore
+from awex_core.meta.store import JobStore, SavedJob
 from awex_core.meta.sync import TERMINAL
 from awex_core.version import Version
 
@@ -1035,3 +1035,23 @@ def test_an_engine_that_falls_asleep_last_ends_the_version() -> None:
             assert store.report_engine(report("updating", "b"), 0).accepted
         store.join_worker(worker("b", weights="released", weights_reason="sleep"), 0)
         assert store.view(0).sync.state == ("open" if begun else "done")
+
+
+# What people ask
+
+
+def test_a_wish_for_digests_is_shown_to_the_controller_until_its_time_is_over():
+    store = ready_store(engines=("e", "f"))
+    before = store.last_change("controller", "e"), store.last_change("controller", "f")
+    number = store.ask_digests(m.AskDigests(engine="e", manifest="M", timeout_s=5), 0).number
+    assert store.last_change("controller", "e") > before[0] and store.last_change("controller", "f") == before[1]
+    again = JobStore.restored(msgspec.msgpack.decode(msgspec.msgpack.encode(store.saved()), type=SavedJob))
+    for kept in (store, again):
+        assert kept.view(4).engines["e"].wish == m.DigestWish(number=number, manifest="M", timeout_s=5)
+        assert kept.view(5).engines["e"].wish is None
+    assert store.ask_digests(m.AskDigests(engine="e", manifest="M", timeout_s=5), 1).number > number
+    store.leave(m.Leave(incarnation="e-c1"), 2)
+    with refused("unknown", "no engine 'e' is there that can be asked; those: f"):
+        store.ask_digests(m.AskDigests(engine="e", manifest="M", timeout_s=5), 2)
+    with refused("invalid", "timeout_s is -1"):
+        store.ask_digests(m.AskDigests(engine="f", manifest="M", timeout_s=-1), 2)

@@ -18,11 +18,13 @@ import httpx
 import psutil
 import pytest
 
+from awex_core import cli
 from awex_core.testing.checkpoint_trainer import TrainerError
 from awex_core.testing.engine import PATIENCE_S, PROMPT, TOKENS, EngineTests, RunningEngine, Site, eventually, stopped
 from tests.support.engines.compare import compare_dumps
 from tests.support.engines.jobs import EngineServer, MetaServerProcess
 from tests.support.families.tiny_models import make_model
+from tests.support.processes.clients import asking
 from tests.support.processes.lines import Child
 
 LEASE_S = 10.0
@@ -114,7 +116,26 @@ class LiveSite:
 
 
 class LiveEngineTests(LiveSite, EngineTests):
-    """The shipped suite and three tests more, on one engine."""
+    """The shipped suite and four tests more, on one engine."""
+
+    def test_what_it_holds_is_compared_with_a_checkpoint_by_name(
+        self, site: Site, meta: MetaServerProcess, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWEX_TOKEN_FILE", str(meta.token_file))
+        with site.trainer(1) as trainer:
+            site.check_serves(trainer.publish(1), 1)
+            engine: Any = site.engine
+            found = {}
+            with asking(lambda client: engine.complete([client, *PROMPT], TOKENS), 2) as answers:
+                for seed, name in ((1, engine.status()["engine"]), (2, engine.url)):
+                    folder = str(site.checkpoint(seed))
+                    found[seed] = cli.main(
+                        ["verify", "--engine", name, "--checkpoint", folder, "--meta-server", meta.address]
+                    )
+            assert len(answers) > 1
+            assert found == {1: 0, 2: 1}
+            said = capfd.readouterr().err
+            assert "model.layers.0.mlp.down_proj.weight: differs on worker(s) 0, 1" in said
 
     def test_a_model_of_other_sizes_is_refused_by_name_and_the_engine_goes_on(self, site: Site) -> None:
         before = site.answer()

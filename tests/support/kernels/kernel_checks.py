@@ -29,7 +29,7 @@ from awex_core.transfer.buckets import BucketViews, make_buckets
 from awex_core.transfer.ipc import IpcReceiver
 from awex_core.transfer.packing import BucketCopies
 from awex_core.transfer.views import descriptor_view
-from awex_core.verify.lanes import digest_program, lane_of
+from awex_core.verify.lanes import digest_program, lane_of, tensor_sums
 from tests.support.kernels.floats import PAIRS, specimens
 from tests.support.kernels.programs import SIZES, one_piece, random_memory, random_program
 
@@ -105,6 +105,10 @@ def check_digests(device: torch.device, seed: int, side: Any, **options: Any) ->
     some = np.arange(len(TENSORS)) % 3 == 0
     for only in (None, some, None):
         assert (digest.take(only) == digest_program(program, TENSORS, on_cpu, side, only=only)).all()
+    by_tensor = Digest(batches, tensor_seeds(TENSORS), np.arange(len(TENSORS)), len(TENSORS), device)
+    assert (by_tensor.take(some) == tensor_sums(program, TENSORS, on_cpu, side, only=some)).all()
+    if device.type == "cuda":
+        assert (tensor_sums(program, TENSORS, memory, side, only=some) == by_tensor.take(some)).all()
     return batches
 
 
