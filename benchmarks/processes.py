@@ -34,6 +34,10 @@ class Peer:
             raise TimeoutError("the other process of the benchmark did not answer in time")
         return self._line.recv()
 
+    def waits(self) -> bool:
+        """Whether the other end has handed over something that was not asked for yet."""
+        return self._line.poll()
+
     def meet(self) -> None:
         """Return on both ends at about the same time."""
         self.send(None)

@@ -31,7 +31,7 @@ _DIGEST_BLOCK, _DIGEST_WARPS = 512, 4
 
 _MOST_PROGRAMS = (1 << 31) - 1
 """Of one launch, as CUDA has it."""
-_BESIDE_PER_SM = 4
+BESIDE_PER_SM = 4
 """Programs of a digest on each multiprocessor while a copy runs: more would keep the copy's own from starting, and the
 link idle. Chosen by counting, not yet measured: these are a quarter of the threads, with sixteen elements each."""
 
@@ -377,7 +377,7 @@ def _programs_beside(device: torch.device) -> int:
     """How many programs of the digest run beside a copy."""
     if device.type != "cuda":
         return 3
-    return _BESIDE_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    return BESIDE_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -5,7 +5,9 @@
 The writer shares its memory once and then only holds versions. The reader pulls
 with the product's own receiver, in turns with a copy of as many bytes by CUDA
 itself, and with what a reader without a plan would do: one ``copy_`` per tensor.
-Every pull is compared bit by bit with memory that the reader fills on its own.
+It pulls as for a version that is verified, too, with the digest behind the bytes,
+and while the writer digests. Every pull is compared bit by bit with memory that
+the reader fills on its own, every digest with one that is taken afterwards.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
 from awex_core.errors import TransferError
+from awex_core.kernels import gpu
 from awex_core.layout.live import Memory
+from awex_core.sync.shadow import beside_compute
 from awex_core.sync.snapshot import Snapshot
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.ipc import IpcExport, IpcReceiver, Mapped
 from awex_core.transfer.views import descriptor_view
-from awex_core.verify.lanes import digest_program
+from awex_core.verify.lanes import digest_behind, digest_program
 from benchmarks.gpu.timing import median_s, memcpy_s
 from benchmarks.pieces import Pair, allocate, expert_pair
 from benchmarks.processes import Peer, run_pair
@@ -37,6 +42,12 @@ CASES: dict[str, dict[str, bool]] = {"experts": {}, "cast": {"hard": True}, "con
 
 RATIOS = {"experts": ("ipc_strided", 0.94), "cast": ("ipc_cast", 0.90), "contiguous": ("ipc_contiguous", 0.96)}
 """What their speed against memcpy is called, and its goal between two GPUs."""
+
+DIGEST_GOAL = 1.05
+"""A pull with its digest against one without, between two GPUs; on one, arithmetic binds."""
+
+PER_SM = (1, 2, 4, 8)
+"""Programs of the digest on each multiprocessor that are tried beside a pull."""
 
 
 def main() -> int:
@@ -59,11 +70,26 @@ def _writer(peer: Peer, mib: int) -> None:
         export.hold(1)
         peer.send(export.endpoint)
         peer.ask()
+        _digest_until_asked(peer, pair, memory, device)
         export.let_go()
         peer.send(None)
         peer.ask()
         del memory, export
         torch.cuda.empty_cache()
+
+
+def _digest_until_asked(peer: Peer, pair: Pair, memory: Memory, device: torch.device) -> None:
+    """Digest again and again, as a writer does once for each version while its weights are read."""
+
+    def digest() -> None:
+        with beside_compute(device):
+            digest_program(pair.program, pair.destination.tensors, memory, "src")
+
+    digest()  # the first makes tables
+    peer.send(None)
+    while not peer.waits():
+        digest()
+    peer.ask()
 
 
 def _filled(pair: Pair, name: str, device: torch.device) -> Memory:
@@ -99,8 +125,16 @@ def _measure(peer: Peer, name: str, pair: Pair, device: torch.device) -> dict[st
         receiver.receive(programs, memory, Progress(), deadline)
         mapped.check_held(1, "the writer")
 
-    def digest(only: Any = None) -> Any:
-        return digest_program(pair.program, pair.destination.tensors, memory, "dst", only=only)
+    def digest() -> Any:
+        return digest_program(pair.program, pair.destination.tensors, memory, "dst")
+
+    def pull_and_digest() -> Any:
+        tensors = pair.destination.tensors
+        wish = digest_behind(pair.program, tensors, memory, np.ones(len(tensors), dtype=bool), urgent=True)
+        mapped.check_held(1, "the writer")
+        receiver.receive(programs, memory, Progress(behind=wish), deadline)
+        mapped.check_held(1, "the writer")
+        return wish.lanes if wish is not None else None
 
     begun = time.perf_counter()
     pull()
@@ -115,6 +149,8 @@ def _measure(peer: Peer, name: str, pair: Pair, device: torch.device) -> dict[st
         "tables_nbytes": tables,
         "pull_s": median_s(pull),
         "digest_s": median_s(digest),
+        "both_s": median_s(pull_and_digest),
+        "both_by_per_sm_s": _by_programs(pull_and_digest),
         "copy_per_piece_s": median_s(lambda: _copy_per_piece(pair, mapped.memory, memory)),
         "memcpy_s": memcpy_s(pair.nbytes, device),
         "snapshot": _snapshot(memory, device) if name == "contiguous" else None,
@@ -123,13 +159,27 @@ def _measure(peer: Peer, name: str, pair: Pair, device: torch.device) -> dict[st
     _copy_per_piece(pair, _filled(pair, name, device), expected)
     for buffer in memory.buffers:
         buffer.zero_()
-    pull()
+    lanes = pull_and_digest()
     figures["equal"] = all(torch.equal(a, b) for a, b in zip(memory.buffers, expected.buffers, strict=True))
-    peer.send(None)
+    figures["digests_equal"] = bool((lanes == digest()).all())
+    peer.send(None)  # begin to digest
+    peer.ask()
+    figures["beside_s"] = median_s(pull)
+    peer.send(None)  # let go
     peer.ask()
     figures["let_go_seen"] = _raises(lambda: mapped.check_held(1, "the writer"))
     receiver.close()
     return figures
+
+
+def _by_programs(run: Callable[[], Any]) -> dict[int, float]:
+    """Seconds of a pull with its digest, by how many programs of the digest run on a multiprocessor beside it."""
+    chosen, found = gpu.BESIDE_PER_SM, {}
+    for each in PER_SM:
+        gpu.BESIDE_PER_SM = each
+        found[each] = median_s(run)
+    gpu.BESIDE_PER_SM = chosen
+    return found
 
 
 def _snapshot(memory: Memory, device: torch.device) -> tuple[float, bool]:
@@ -160,12 +210,13 @@ def _figures(found: dict[str, dict[str, Any]]) -> list[Figure]:
     figures = []
     for name, figure in found.items():
         nbytes = figure["nbytes"]
-        right = float(figure["equal"] and figure["let_go_seen"])
+        right = float(figure["equal"] and figure["digests_equal"] and figure["let_go_seen"])
         note = f"{nbytes / 1e9:.2f} GB in {figure['descriptors']} pieces; first version {figure['first_s']:.2f} s"
         figures += [
-            Figure(f"{name}_right", right, 1.0, "higher", "", "bit-equal, and the writer's letting go is seen"),
+            Figure(f"{name}_right", right, 1.0, "higher", "", "bits, digests, and the writer's letting go is seen"),
             Figure(f"{name}_pull", nbytes / figure["pull_s"] / 1e9, None, "higher", "GB/s", note),
             Figure(f"{name}_digest", nbytes / figure["digest_s"] / 1e9, None, "higher", "GB/s"),
+            *_digest_figures(name, figure, one=one),
             Figure(f"{name}_over_copy_per_piece", figure["copy_per_piece_s"] / figure["pull_s"], None, "higher", "x"),
             Figure(f"{name}_map_ms", 1e3 * figure["map_s"], None, "lower", "ms"),
             Figure(f"{name}_tables_mib", figure["tables_nbytes"] / MIB, 16.0, "lower", "MiB"),
@@ -180,6 +231,20 @@ def _figures(found: dict[str, dict[str, Any]]) -> list[Figure]:
         what, goal = RATIOS[name]
         figures.append(Figure(what, ratio, 0.90 if one else goal, "higher", "of memcpy", ceiling))
     return figures
+
+
+def _digest_figures(name: str, figure: dict[str, Any], *, one: bool) -> list[Figure]:
+    """What a digest costs: behind the pull, after it, and the writer's own while the reader pulls."""
+    off, both = figure["pull_s"], figure["both_s"]
+    tried = ", ".join(f"{each}: {1e3 * seconds:.2f}" for each, seconds in figure["both_by_per_sm_s"].items())
+    note = f"{1e3 * both:.2f} for {1e3 * off:.2f} ms; by programs a multiprocessor, in ms: {tried}"
+    shared = "one GPU, which takes turns" if one else "the writer's own GPU"
+    return [
+        Figure(f"{name}_pull_with_digest", figure["nbytes"] / both / 1e9, None, "higher", "GB/s"),
+        Figure(f"{name}_digest_over_off", both / off, None if one else DIGEST_GOAL, "lower", "of a pull", note),
+        Figure(f"{name}_digest_after_over_off", (off + figure["digest_s"]) / off, None, "lower", "of a pull"),
+        Figure(f"{name}_beside_the_writers_digest", figure["beside_s"] / off, None, "lower", "of a pull", shared),
+    ]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import bench_control, plot
 from benchmarks.__main__ import BENCHES
-from benchmarks.gpu import nccl_check, whole_update
+from benchmarks.gpu import ipc, nccl_check, whole_update
 from benchmarks.processes import run_pair
 from benchmarks.report import Figure
 
@@ -65,3 +65,19 @@ def test_the_figures_of_a_whole_update(monkeypatch: pytest.MonkeyPatch, gpus: in
         assert parts == pytest.approx(values[f"update_{mode}"]) and f"pause_{mode}" in values
     eight = whole_update.Run("vllm", 24, "in_place", fp8=True)
     assert not eight.has_peer and eight.flags["vllm"][-2:] == ["--quantization", "fp8"]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_figures_of_a_digest_behind_a_pull(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    """Against a pull without, and with one that comes after; a digest that is wrong is a goal that is missed."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    found = dict.fromkeys(("map_s", "first_s", "tables_nbytes", "copy_per_piece_s"), 1.0)
+    found |= {"nbytes": 8e9, "descriptors": 9, "memcpy_s": 0.02, "snapshot": None, "beside_s": 0.021}
+    found |= {"pull_s": 0.020, "both_s": 0.0205, "digest_s": 0.005, "both_by_per_sm_s": {4: 0.0205}}
+    found |= {"equal": True, "digests_equal": False, "let_go_seen": True}
+    figures = {figure.name: figure for figure in ipc._figures({"experts": found})}
+    assert figures["experts_digest_over_off"].value == pytest.approx(1.025)
+    assert figures["experts_digest_over_off"].goal == (1.05 if gpus > 1 else None)
+    assert figures["experts_digest_after_over_off"].value == pytest.approx(1.25)
+    assert figures["experts_beside_the_writers_digest"].value == pytest.approx(1.05)
+    assert figures["experts_right"].failed
