@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -13,6 +11,7 @@ import torch
 
 from awex_core.errors import LayoutError, first_line
 from awex_core.layout.coverage import runs_by_buffer
+from awex_core.layout.driver import allocation_number
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Layout, Shard, build_layout
 from awex_core.layout.runs import ByteRuns, join_runs, strided_runs, subtract_runs
 from awex_core.layout.share import Place, join_buffers
@@ -84,28 +83,13 @@ class TensorPlace:
         address = tensor.data_ptr() if not tensor.is_meta else 0
         return TensorPlace(
             address,
-            _allocation(address) if tensor.is_cuda else 0,
+            allocation_number(address) if tensor.is_cuda else 0,
             tuple(tensor.shape),
             tensor.stride(),
             tensor.dtype,
             tensor.device,
             tensor.untyped_storage().nbytes(),
         )
-
-
-_BUFFER_ID = 7
-"""``CU_POINTER_ATTRIBUTE_BUFFER_ID``: unique for each allocation in the life of the process."""
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _allocation(address: int) -> int:
-    number = ctypes.c_ulonglong(0)
-    _driver().cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, ctypes.c_ulonglong(address))
-    return number.value  # 0 where the driver does not tell
 
 
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

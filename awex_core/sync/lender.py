@@ -74,6 +74,8 @@ class Lender:
             logger.exception("awex: worker %d could not lend to engine %s", self._worker.rank, self._target)
             if catch_up is not None:
                 self._report(catch_up, str(error) or type(error).__name__)
+        finally:
+            self._exports.withdraw(0)
 
     def let_go(self) -> None:
         """The weights are about to change."""

@@ -78,4 +78,5 @@ class PublishedWeights:
             self._snapshot.take()
 
     def _publish_from(self, layout: Layout, memory: Memory, stays: bool) -> None:
+        self.offer.exports.withdraw(0)
         self.offer = Offer(layout, memory, Exports(memory, self._transport), self.offer.moved + 1, stays)

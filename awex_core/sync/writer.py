@@ -42,6 +42,10 @@ from awex_core.verify.finite import ValueCheck
 logger = logging.getLogger(__name__)
 
 
+_WITHDRAW_S = 5.0
+"""How long a trainer that ends waits for engines to let go of its memory."""
+
+
 @dataclass(frozen=True)
 class _Call:
     """One call of ``write_weights``, by its arguments, and when it came."""
@@ -355,6 +359,7 @@ class WeightWriter:
         self._background.shutdown()
         self._values.close()
         self._server.close()
+        self._weights.offer.exports.withdraw(_WITHDRAW_S)
         self._member.leave()
 
 

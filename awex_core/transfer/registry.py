@@ -128,3 +128,8 @@ class Exports:
         """From now on it may change."""
         for export in self._exports.values():
             export.let_go()
+
+    def withdraw(self, limit_s: float) -> None:
+        """It is about to go: wait until others have let go of it, at most so long for each way."""
+        for name, export in self._exports.items():
+            transports()[name].withdraw(export, limit_s)

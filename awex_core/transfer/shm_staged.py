@@ -30,6 +30,7 @@ from awex_core.plan.split import split_pieces
 from awex_core.transfer.base import Deadline, Programs, Progress, check_programs
 from awex_core.transfer.buckets import BucketViews, bucket_size, make_buckets
 from awex_core.transfer.checksum import checksum, damage
+from awex_core.transfer.orphans import SHM_DIR, orphans
 from awex_core.transfer.transport import End, Transport, on_one_kind, read_value
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ _HEADER = 64
 _WRITTEN, _READ, _ATTACHED, _CHECKSUM = 0, 1, 2, 3
 _PAUSE_S = 0.0005
 _ALIVE_CHECK_S = 0.2
-_SHM_DIR = Path("/dev/shm")
 _ATTACH_PAUSE_S = 0.002
 _LOOK_S = 5.0
 """How often a writer that waits for a worker to map its ring looks whether the session goes on."""
@@ -99,7 +99,7 @@ class Ring:
         Raises:
             TransferError: there is no room for it; nothing is left of it then.
         """
-        return Ring(_SHM_DIR / f"awex-{os.getpid()}-{secrets.token_hex(8)}", slot_nbytes, peer_pid, create=True)
+        return Ring(SHM_DIR / f"awex-{os.getpid()}-{secrets.token_hex(8)}", slot_nbytes, peer_pid, create=True)
 
     @property
     def address(self) -> RingAddress:
@@ -158,24 +158,9 @@ class Ring:
             self._locked = None
 
 
-def remove_orphans(folder: Path = _SHM_DIR) -> list[str]:
-    """Remove the rings of this user whose creators were killed before both ends had mapped them; returns their names.
-
-    A creator that lives holds a lock on its file, also where it is in another PID namespace.
-    """
-    removed = []
-    for path in folder.glob("awex-*"):
-        with suppress(OSError):  # another user's, or gone by now
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                about = os.fstat(fd)
-                if about.st_uid == os.geteuid() and time.time() - about.st_mtime > _ORPHAN_S:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-                    removed.append(path.name)
-            finally:
-                os.close(fd)
-    return removed
+def remove_orphans(folder: Path = SHM_DIR) -> list[str]:
+    """Remove rings whose creators were killed before both ends had mapped them; returns their names."""
+    return [path.name for path, _ in orphans("awex-*", _ORPHAN_S, folder)]
 
 
 def _alive(pid: int) -> bool:
@@ -194,7 +179,7 @@ def attach_ring(address: RingAddress) -> Ring:
         TransferError: the address is not one of ours, or the segment is gone.
     """
     path = Path(address.path)
-    if path.parent != _SHM_DIR or not path.name.startswith("awex-"):
+    if path.parent != SHM_DIR or not path.name.startswith("awex-"):
         raise TransferError(f"refusing to map {address.path}: not a shared-memory segment of this product")
     try:
         return Ring(path, address.slot_nbytes, address.pid, create=False)

@@ -124,6 +124,9 @@ class Transport(ABC):
             TransferError: it cannot be shared; says why.
         """
 
+    def withdraw(self, export: Export, limit_s: float) -> None:  # noqa: B027
+        """Memory that was offered is about to go: end what others keep of it, and wait for that until the limit."""
+
     def accept(self, offered: bytes | None, whose: str, device: torch.device) -> Any:  # noqa: B027
         """What ``open_receiver`` needs of one writer.
 

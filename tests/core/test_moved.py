@@ -24,6 +24,7 @@ from awex_core.sync.published import PublishedWeights
 from awex_core.testing.fake_engine import fake_weights, holds
 from awex_core.trainers.module import describe
 from awex_core.trainers.quantize import FP8
+from awex_core.transfer.shm import ShmTransport
 from awex_core.version import Version
 from tests.core import test_sync
 from tests.core.test_sync import Gate, Loop, Trainer, change, eventually, publish, publish_and_go_on, serves
@@ -110,6 +111,23 @@ def test_memory_that_does_not_stay_is_not_kept_mapped(
     for pending in publish_and_go_on(trainer, 4):
         pending.result()
     assert engine.readers[0]._connection.session is not None, "the copy stays"
+
+
+def test_what_is_offered_no_longer_is_withdrawn(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a trainer's end engines have a while to unmap it; where it was before it moved, nobody waits for them."""
+    limits: list[float] = []
+    monkeypatch.setattr(ShmTransport, "withdraw", lambda transport, export, limit_s: limits.append(limit_s))
+    loop.engine("e", 1, config)
+    trainer = make_trainer()
+    trainer.write(1)
+    assert limits == []
+    move(trainer, 0)
+    trainer.write(2)
+    assert limits == [0]
+    trainer.writers[1].close()
+    assert limits[0] == 0 < limits[1] and len(limits) == 2
 
 
 def test_a_partial_update_of_weights_that_have_moved_is_partial_still(

@@ -8,6 +8,7 @@ taken.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,7 +151,7 @@ def check_behind(device: torch.device, seed: int, **options: Any) -> int:
     expected, found = random_memory(dst_sizes, 1, cpu), random_memory(dst_sizes, 1, device)
     source, values = random_memory(src_sizes, 2, device), random_memory(src_sizes, 2, cpu)
     first, some = np.arange(len(program)) % 2 == 0, np.arange(len(TENSORS)) % 3 == 0
-    mapped: Any = SimpleNamespace(memory=source)
+    mapped: Any = SimpleNamespace(reading=lambda who: nullcontext((source, None)))
     programs: Programs = {0: program.take(first), 1: program.take(~first)}
     receiver = IpcReceiver(dict.fromkeys(programs, mapped), device)
     digest = _digest(program, found, device)
