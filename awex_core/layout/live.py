@@ -197,6 +197,15 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
+def write_constants(layout: Layout, memory: Memory) -> None:
+    """Padding that the engine's own loader fills; an engine that started on dummy weights has noise there."""
+    for constant in layout.constants:
+        dtype = getattr(torch, constant.dtype)
+        view = memory.view(constant.buffer, constant.offset, constant.extent, constant.stride, dtype)
+        value = torch.frombuffer(bytearray(constant.value), dtype=dtype)
+        view.copy_(value.to(view.device).reshape(()))
+
+
 def check_memory(layout: Layout, memory: Memory) -> None:
     """Raise ``LayoutError`` unless ``memory`` has the buffers that ``layout`` describes."""
     have = [buffer.numel() for buffer in memory.buffers]

@@ -122,6 +122,11 @@ def lower_held(layout: Layout) -> CopyProgram:
     return _lower(table, [layout], np.asarray([0, len(layout.buffers)]), range(1))[0]
 
 
+def join_programs(programs: Sequence[CopyProgram]) -> CopyProgram:
+    """The descriptors of all, one program after another."""
+    return CopyProgram(**{name: np.concatenate([getattr(each, name) for each in programs]) for name in _COLUMNS})
+
+
 def _lower(table: CopyTable, layouts: Sequence[Layout], buffer_first: IntArray, ranks: range) -> dict[int, CopyProgram]:
     # Buffers of different ranks have different numbers here, so that nothing is merged over ranks.
     source = _gather(table, layouts, buffer_first)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import torch
-
 from awex_core.checkpoint.from_disk import load_checkpoint
 from awex_core.errors import ConfigError, TransferError
-from awex_core.layout.live import Memory
+from awex_core.layout.live import Memory, write_constants
 from awex_core.sync.attempt import Attempt
 from awex_core.sync.connection import Connection
-from awex_core.sync.engine import SwapsMemory, TracedModel, WorkerModel
+from awex_core.sync.engine import SwapsMemory, WorkerModel
 from awex_core.sync.lending import Lending
 from awex_core.sync.shadow import Pieces, Shadow
 from awex_core.sync.verification import Verification
@@ -50,8 +48,7 @@ class Reception:
         # Of the second buffer nobody else knows.
         attempt.progress.kept = not shadow.behind if shadow is not None else self._ownership.state == "held"
         memory = shadow.memory if shadow is not None else self._begin()
-        if shadow is None:
-            write_constants(traced, memory)  # before: what is verified is what has been written last
+        write_constants(traced.layout, memory)  # before: what is verified is what has been written last
         attempt.progress.behind = self._verification.behind(attempt, traced, memory)
         session.receive(memory, attempt.progress, attempt.deadline, attempt.only)
         received = time.perf_counter()
@@ -70,10 +67,10 @@ class Reception:
 
     def make_live(self, attempt: Attempt) -> None:
         """Copy what lies in the second buffer, if it came there, and let the engine finish its post-load steps."""
-        shadow, traced = self._ready.shadow, self._ready.traced
-        if shadow is not None and traced is not None and attempt.pieces is not None:
+        shadow = self._ready.shadow
+        if shadow is not None and attempt.pieces is not None:
             begun = time.perf_counter()
-            write_constants(traced, self._switch(shadow, attempt, attempt.pieces))
+            self._switch(shadow, attempt, attempt.pieces)
             attempt.figures["swap_s"] = time.perf_counter() - begun
         begun = time.perf_counter()
         self._model.finish()
@@ -82,14 +79,13 @@ class Reception:
         self._ownership.received()
         self._connection.end_version()
 
-    def _switch(self, shadow: Shadow, attempt: Attempt, pieces: Pieces) -> Memory:
-        """Make what has arrived live; returns the live memory."""
+    def _switch(self, shadow: Shadow, attempt: Attempt, pieces: Pieces) -> None:
+        """Make what has arrived live."""
         live = self._begin()
         if isinstance(self._model, SwapsMemory) and not attempt.only:
             shadow.swap_with(self._model)
-            return self._model.lend()
-        shadow.copy_to(live, pieces)
-        return live
+        else:
+            shadow.copy_to(live, pieces)
 
     def load(self, checkpoint: str) -> None:
         """Load a checkpoint from disk into the live weights.
@@ -105,7 +101,7 @@ class Reception:
             self._connection.close()  # whoever sends next does not build on what it sent last
             memory = self._begin()
             load_checkpoint(Path(checkpoint), traced.layout, memory)
-            write_constants(traced, memory)
+            write_constants(traced.layout, memory)
             self._model.finish()
         except BaseException:
             self._model.abort()
@@ -119,12 +115,3 @@ class Reception:
             raise TransferError(f"the weights are not in memory: {self._ownership.reason}")
         self._verification.committed = None
         return self._model.begin()
-
-
-def write_constants(traced: TracedModel, memory: Memory) -> None:
-    """Padding that the engine's own loader fills; an engine that started on dummy weights has noise there."""
-    for constant in traced.layout.constants:
-        dtype = getattr(torch, constant.dtype)
-        view = memory.view(constant.buffer, constant.offset, constant.extent, constant.stride, dtype)
-        value = torch.frombuffer(bytearray(constant.value), dtype=dtype)
-        view.copy_(value.to(view.device).reshape(()))

@@ -1,8 +1,9 @@
 """The second buffer of shadow mode: a version arrives and is verified here, while requests run on the live weights.
 
 It has the layout's buffers once more, so every piece lies at the same place in
-both, and making a version live is a copy within the device; or a swap, where
-nothing points at the live memory.
+both, and making a version live is a copy within the device, on a GPU one launch
+for each kind of tile, from tables that are there before the pause; or a swap,
+where nothing points at the live memory.
 """
 
 from __future__ import annotations
@@ -10,28 +11,30 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from awex_core.errors import ConfigError
-from awex_core.layout.dtypes import DTYPES
-from awex_core.layout.layout import Layout
+from awex_core.kernels.tiles import copy_batches
+from awex_core.layout.layout import CanonicalTensor, Layout, Shard, build_layout
 from awex_core.layout.live import Memory, allocate
-from awex_core.plan import matching_names
+from awex_core.plan import CopyProgram, matching_names, take_tensors
+from awex_core.plan.program import join_programs, lower_held
 from awex_core.sync.engine import SwapsMemory
+from awex_core.transfer.views import descriptor_view
+
+if TYPE_CHECKING:
+    from awex_core.kernels.gpu import CopyLaunch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pieces:
-    """What is copied: byte ranges ``(buffer, begin, end)`` without a gap, and rows of the layout that have gaps.
+    """What becomes live: descriptors that are the same on both ends, and which of the layout's tensors they are of."""
 
-    ``tensors`` says of each of the layout's tensors whether it is among them.
-    """
-
-    ranges: tuple[tuple[int, int, int], ...]
-    strided: tuple[int, ...]
+    program: CopyProgram
     tensors: npt.NDArray[np.bool_]
 
 
@@ -53,8 +56,11 @@ class Shadow:
             ) from error
         self.behind = False
         """Whether it was the live memory of an earlier version, and lacks what has come since."""
-        self._layout = layout
+        self._layout, self._pieces, self._padding = layout, lower_held(layout), lower_held(_padding_of(layout))
         self._selected: tuple[tuple[tuple[str, ...], ...], Pieces] | None = None
+        self._launch: tuple[Pieces, Memory, tuple[int, ...], CopyLaunch] | None = None
+        self._live: tuple[int, ...] = ()
+        """Where the live buffers were when they were last copied to."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # work queued earlier may still use blocks that the allocator gave again
 
@@ -71,15 +77,12 @@ class Shadow:
         key = (tuple(only), tuple(always))
         if self._selected is None or self._selected[0] != key:
             names = matching_names(self._layout.tensors, only) | {*always}
-            chosen = [not only or tensor.name in names for tensor in self._layout.tensors]
-            self._selected = key, self._pieces(np.asarray(chosen, dtype=bool))
+            chosen = np.asarray([not only or tensor.name in names for tensor in self._layout.tensors], dtype=bool)
+            pieces = Pieces(join_programs([take_tensors(self._pieces, chosen), self._padding]), chosen)
+            self._selected = key, pieces
+            if self._live:
+                self._launch_of(pieces, self._live)
         return self._selected[1]
-
-    def _pieces(self, chosen: npt.NDArray[np.bool_]) -> Pieces:
-        layout = self._layout
-        rows = np.flatnonzero(chosen[layout.tensor] & (layout.volume > 0))
-        dense = self._span[rows] == (layout.volume * layout.itemsize)[rows]
-        return Pieces(tuple(self._ranges(rows[dense])), tuple(rows[~dense].tolist()), chosen)
 
     def swap_with(self, model: SwapsMemory) -> None:
         """Have what has arrived be live, and receive next where the live memory was."""
@@ -93,42 +96,46 @@ class Shadow:
             self.behind = False
 
     def copy_to(self, live: Memory, pieces: Pieces) -> None:
-        """Copy some pieces to their places in ``live``, and wait until they are there."""
-        for buffer, begin, end in pieces.ranges:
-            live.buffers[buffer][begin:end].copy_(self.memory.buffers[buffer][begin:end])
-        for row in pieces.strided:
-            self._view(row, live).copy_(self._view(row, self.memory))
-        for device in {buffer.device for buffer in live.buffers if buffer.device.type == "cuda"}:
-            torch.cuda.synchronize(device)
-
-    def _view(self, row: int, memory: Memory) -> torch.Tensor:
-        layout = self._layout
-        extent, stride = layout.extent[row].tolist(), layout.stride[row].tolist()
-        dtype = getattr(torch, DTYPES[int(layout.dtype[row])])
-        return memory.view(int(layout.buffer[row]), int(layout.offset[row]), extent, stride, dtype)
-
-    @property
-    def _span(self) -> npt.NDArray[np.int64]:
-        """Bytes from each piece's first element to the end of its last."""
-        layout = self._layout
-        span: npt.NDArray[np.int64] = ((layout.extent - 1) * layout.stride).sum(axis=1) + layout.itemsize
-        return span
-
-    def _ranges(self, rows: npt.NDArray[np.intp]) -> Iterator[tuple[int, int, int]]:
-        """Byte ranges of buffers that these pieces fill without a gap; pieces that touch are one range."""
-        if not len(rows):
+        """Copy some pieces, and the padding, to their places in ``live``, and wait until they are there."""
+        if live.gpu is None:
+            for k in range(len(pieces.program)):
+                source = descriptor_view(pieces.program, k, self.memory, "src")
+                descriptor_view(pieces.program, k, live, "dst").copy_(source)
             return
-        # One line of addresses for all buffers, with a gap after each.
-        sizes = np.asarray([buffer.nbytes + 1 for buffer in self._layout.buffers], dtype=np.int64)
-        base = np.cumsum(sizes) - sizes
-        begin = base[self._layout.buffer[rows]] + self._layout.offset[rows]
-        order = np.argsort(begin, kind="stable")
-        begin, end = begin[order], np.maximum.accumulate((begin + self._span[rows])[order])
-        heads = np.flatnonzero(np.concatenate([[True], begin[1:] > end[:-1]]))
-        tails = np.concatenate([heads[1:], [len(begin)]]) - 1
-        buffers = self._layout.buffer[rows][order][heads]
-        for buffer, first, last in zip(buffers.tolist(), begin[heads], end[tails], strict=True):
-            yield buffer, int(first - base[buffer]), int(last - base[buffer])
+        self._live = tuple(live.addresses)
+        copies = self._launch_of(pieces, self._live)
+        copies.launch()
+        torch.cuda.current_stream(live.gpu).synchronize()
+
+    def _launch_of(self, pieces: Pieces, live: tuple[int, ...]) -> CopyLaunch:
+        """The copies to buffers at these addresses, which stay where they are from version to version."""
+        from awex_core.kernels.gpu import CopyLaunch
+
+        known = self._launch
+        if known is None or known[0] is not pieces or known[1] is not self.memory or known[2] != live:
+            pieces.program.check_within("dst", [buffer.nbytes for buffer in self._layout.buffers])
+            batches = copy_batches(pieces.program, self.memory.addresses, live)
+            known = pieces, self.memory, live, CopyLaunch(batches, self.memory.buffers[0].device)
+            self._launch = known
+        return known[3]
+
+
+def _padding_of(layout: Layout) -> Layout:
+    """The constants of a layout as tensors of their own, with nothing else."""
+    constants = layout.constants
+    shards = [
+        Shard(
+            tensor=CanonicalTensor(f"padding {index}", each.extent, each.dtype),
+            start=(0,) * len(each.extent),
+            extent=each.extent,
+            buffer=each.buffer,
+            offset=each.offset,
+            stride=each.stride,
+            dtype=each.dtype,
+        )
+        for index, each in enumerate(constants)
+    ]
+    return build_layout(shards, layout.buffers)
 
 
 @contextmanager

@@ -6,6 +6,9 @@ The parts are those of ``test_sync``: the fake engine, a real meta server, real 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +20,8 @@ import pytest
 import torch
 
 from awex_core.errors import ConfigError, SyncFailed, SyncTimeout, TransferError
-from awex_core.layout.layout import CanonicalTensor
-from awex_core.layout.live import Memory, ShardCollector, flat_bytes
+from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Shard, build_layout
+from awex_core.layout.live import Memory, ShardCollector, flat_bytes, write_constants
 from awex_core.meta.server import MetaServer
 from awex_core.settings.config import SyncConfig
 from awex_core.sync.engine import LoaderPathModule, TracedModel
@@ -41,6 +44,7 @@ from tests.core.test_sync import (
     publish,
     serves,
 )
+from tests.support.processes.lines import ROOT
 
 meta, loop, make_trainer = test_sync.meta, test_sync.loop, test_sync.make_trainer
 
@@ -531,15 +535,28 @@ def test_only_the_pieces_are_copied() -> None:
     assert all(map(torch.equal, live, before))
 
 
-def test_pieces_that_touch_are_one_range() -> None:
-    whole = torch.zeros(8, 4)
-    collector = ShardCollector()
-    collector.add("gate", (4, 4), (0, 0), whole[:4])
-    collector.add("up", (4, 4), (0, 0), whole[4:])
-    collector.add("other", (5,), (0,), torch.zeros(5))
-    layout, _ = collector.build()
-    pieces = Shadow(layout, CPU).select([])
-    assert sorted(end - begin for _, begin, end in pieces.ranges) == [20, 128] and pieces.strided == ()
+def test_padding_is_put_in_place_with_every_version() -> None:
+    """Also with a partial one: an engine that started on dummy weights has noise where its own loader puts zeros."""
+    live = torch.full((6, 4), 3.5)
+    shard = Shard(CanonicalTensor("rows", (4, 4), "float32"), (0, 0), (4, 4), 0, 0, (16, 4), "float32")
+    zeros = Constant((2, 4), 0, 64, (16, 4), "float32", bytes(4))
+    layout = build_layout([shard], [Buffer("weight", 96)], [zeros])
+    shadow = Shadow(layout, CPU)
+    shadow.memory.buffers[0][:64] = torch.ones(16).view(torch.uint8)
+    write_constants(layout, shadow.memory)
+    for only, rows in (([], 1.0), (["nothing"], 3.5)):
+        live.fill_(3.5)
+        shadow.copy_to(Memory((flat_bytes(live),)), shadow.select(only))
+        assert (live[:4] == rows).all() and not live[4:].any()
+
+
+@pytest.mark.timeout(100)
+def test_a_version_becomes_live_in_one_launch_from_tables_made_before() -> None:
+    """By the kernels themselves, in Triton's interpreter: see ``tests.support.kernels.swap_checks``."""
+    command = [sys.executable, "-m", "tests.support.kernels.swap_checks"]
+    environment = dict(os.environ, TRITON_INTERPRET="1")
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0 and "swap: the same" in done.stdout, done.stderr
 
 
 def test_a_buffer_that_the_system_refuses_is_an_error_with_the_bytes() -> None:

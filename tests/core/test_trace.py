@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from awex_core.errors import LayoutError
 from awex_core.layout import CanonicalTensor, Layout
-from awex_core.layout.live import Memory, flat_bytes
+from awex_core.layout.live import Memory, flat_bytes, write_constants
 from awex_core.layout.reshape import reshape_strided
-from awex_core.sync.engine import TracedModel
-from awex_core.sync.reception import write_constants
 from awex_core.trace.trace import Trace, trace_loader
 
 Weights = dict[str, torch.Tensor]
@@ -38,7 +36,7 @@ def replay(layout: Layout, model: Weights, weights: Weights) -> Weights:
         box = tuple(slice(s, s + e) for s, e in zip(shard.start, shard.extent, strict=True))
         view.copy_(weights[shard.tensor.name][box])
     memory = Memory(tuple(flat_bytes(fresh[buffer.name]) for buffer in layout.buffers))
-    write_constants(TracedModel(layout), memory)
+    write_constants(layout, memory)
     return fresh
 
 

@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 
 from awex_core.errors import PlanError
 from awex_core.layout.layout import CanonicalTensor, Layout
-from awex_core.layout.live import Memory, check_memory
+from awex_core.layout.live import Memory, check_memory, write_constants
 from awex_core.layout.wire import decode_layout, decode_manifest, encode_layout
 from awex_core.plan import SourceIndex, index_sources, lower_copies, plan_copies
 from awex_core.sync.engine import TracedModel, WorkerModel
-from awex_core.sync.reception import write_constants
 from awex_core.sync.session import check_complete
 from awex_core.transfer.views import descriptor_view
 from awex_core.verify.lanes import digest_plan, digest_program, sum_lanes
@@ -124,7 +123,7 @@ def _receive(
     for program, source in zip(programs, writers, strict=True):
         for k in range(len(program)):
             descriptor_view(program, k, memory, "dst").copy_(descriptor_view(program, k, source, "src"))
-    write_constants(traced, memory)
+    write_constants(traced.layout, memory)
     sent = sum_lanes(
         digest_program(digest_plan(sources, layout, writer), layout.tensors, source, "src")
         for writer, source in enumerate(writers)
