@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from awex_core.kernels.behind import copies_by_part, digests_by_part, part_bounds
+from awex_core.kernels.pace import Pace, slices
 from awex_core.kernels.tiles import COPY_COLUMNS, DIGEST_COLUMNS, Batch
 from awex_core.numerics.casts import NAN
 from awex_core.numerics.mixing import GOLDEN, MIX_1, MIX_2
@@ -26,8 +27,12 @@ from awex_core.numerics.mixing import GOLDEN, MIX_1, MIX_2
 _COPY_BLOCK, _COPY_WARPS = 4096, 16
 """Elements at a time of each tile. Within one H200 this moved 95 % of what a copy of one block does, 1024 elements
 with 4 warps 93 %; between two the difference was below 1 %."""
+_COPY_PACE = Pace(programs=2, tiles=32)
+"""On an H200 16 programs, 64 MiB a slice: chosen by counting (32 KiB on the way in each), not yet measured."""
 _DIGEST_BLOCK, _DIGEST_WARPS = 512, 4
 """On one H200 bfloat16 was digested at 1,530 GB/s by words and at 1,050 by elements; at 430 with the sizes above."""
+_DIGEST_PACE = Pace(programs=16, tiles=2)
+"""On an H200 132 programs, 33 MiB a slice: a sixteenth of the threads that reach the speed above."""
 
 _MOST_PROGRAMS = (1 << 31) - 1
 """Of one launch, as CUDA has it."""
@@ -90,37 +95,41 @@ def _convert(values, SRC: tl.constexpr, DST: tl.constexpr):
     return made
 
 
-@triton.jit
+# Numbers and alignments that differ from part to part make no difference to the code, and shall make no second one.
+@triton.jit(do_not_specialize=["table", "tiles"])
 def _copy_tiles(
     table,
+    tiles,
     SRC: tl.constexpr,
     DST: tl.constexpr,
     PACKED: tl.constexpr,
     FLAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = table + tl.program_id(0).to(tl.int64) * _COPY_WIDTH
-    src = tl.load(row).to(tl.pointer_type(SRC))
-    dst = tl.load(row + 1).to(tl.pointer_type(DST))
-    cols = tl.load(row + 3).to(tl.int32)
-    count = tl.load(row + 2).to(tl.int32) * cols
-    for begin in range(0, count, BLOCK):
-        i = begin + tl.arange(0, BLOCK)
-        inside = i < count
-        if FLAT:
-            values = _cast(tl.load(src + i, mask=inside), SRC, DST)
-            tl.store(dst + i, values, mask=inside)
-        else:
-            r = i // cols
-            c = i - r * cols
-            if PACKED:
-                from_col = c.to(tl.int64)
-                to_col = from_col
+    # Any number of programs share the tiles.
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = table + tl.cast(tile, tl.int64) * _COPY_WIDTH
+        src = tl.load(row).to(tl.pointer_type(SRC))
+        dst = tl.load(row + 1).to(tl.pointer_type(DST))
+        cols = tl.load(row + 3).to(tl.int32)
+        count = tl.load(row + 2).to(tl.int32) * cols
+        for begin in range(0, count, BLOCK):
+            i = begin + tl.arange(0, BLOCK)
+            inside = i < count
+            if FLAT:
+                values = _cast(tl.load(src + i, mask=inside), SRC, DST)
+                tl.store(dst + i, values, mask=inside)
             else:
-                from_col = c * tl.load(row + 5)
-                to_col = c * tl.load(row + 7)
-            values = _cast(tl.load(src + r * tl.load(row + 4) + from_col, mask=inside), SRC, DST)
-            tl.store(dst + r * tl.load(row + 6) + to_col, values, mask=inside)
+                r = i // cols
+                c = i - r * cols
+                if PACKED:
+                    from_col = c.to(tl.int64)
+                    to_col = from_col
+                else:
+                    from_col = c * tl.load(row + 5)
+                    to_col = c * tl.load(row + 7)
+                values = _cast(tl.load(src + r * tl.load(row + 4) + from_col, mask=inside), SRC, DST)
+                tl.store(dst + r * tl.load(row + 6) + to_col, values, mask=inside)
 
 
 @triton.jit
@@ -253,10 +262,10 @@ class Digest:
 
     def add(self, taken: Taken, tables: Sequence[_Table], most: int = _MOST_PROGRAMS) -> None:
         """Read some of its tiles, with so many programs at most, on the device's current stream; each tile once."""
-        for batch, table in tables:
-            _digest_tiles[(min(len(table), most),)](
-                table,
-                len(table),
+        for batch, rows, programs in _launches(tables, _DIGEST_PACE):
+            _digest_tiles[(min(programs, most),)](
+                rows,
+                len(rows),
                 taken.chosen,
                 self._seeds,
                 self._lane_of,
@@ -349,9 +358,10 @@ class _Beside:
 
 
 def _start_copies(tables: Sequence[_Table]) -> None:
-    for batch, table in tables:
-        _copy_tiles[(len(table),)](
-            table,
+    for batch, rows, programs in _launches(tables, _COPY_PACE):
+        _copy_tiles[(programs,)](
+            rows,
+            len(rows),
             SRC=_DTYPES[batch.src_dtype],
             DST=_DTYPES[batch.dst_dtype],
             PACKED=batch.packed,
@@ -359,6 +369,13 @@ def _start_copies(tables: Sequence[_Table]) -> None:
             BLOCK=_COPY_BLOCK,
             num_warps=_COPY_WARPS,
         )
+
+
+def _launches(tables: Sequence[_Table], pace: Pace) -> Iterator[tuple[Batch, torch.Tensor, int]]:
+    """What each launch has to do: rows of a table, and how many programs share them."""
+    for batch, table in tables:
+        for part in slices(len(table), pace, _multiprocessors(table.device)):
+            yield batch, table[part.first : part.last], part.programs
 
 
 def _parts(tables: Sequence[_Table], rows: Sequence[Sequence[slice]], count: int) -> list[list[_Table]]:
@@ -383,6 +400,11 @@ def _programs_beside(device: torch.device) -> int:
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device; its interpreter, with which the kernels are tested, has none."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of what the interpreter takes for one, few, so that slices are small."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
 def _on(device: torch.device, values: npt.NDArray[Any]) -> torch.Tensor:

@@ -9,6 +9,7 @@ import msgspec
 
 from awex_core import stacks
 from awex_core.errors import AwexError, SyncTimeout, TransferError
+from awex_core.kernels.pace import sparing
 from awex_core.meta.client import WorkerClient
 from awex_core.meta.messages import JobView, WeightsState, WorkerInfo
 from awex_core.modes import VerifyMode
@@ -206,7 +207,7 @@ class WeightReader:
     def _prefetch(self, attempt: Attempt) -> None:
         try:
             if self._ready.shadow is not None:
-                with beside_compute(self.model.device):
+                with beside_compute(self.model.device), sparing():
                     self._reception.receive(attempt)
                 attempt.prefetched = True
             self._client.report_worker(self._member.incarnation, attempt.version, prefetched=True)

@@ -8,15 +8,17 @@ taken.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from awex_core.kernels import behind
 from awex_core.kernels.behind import DigestBehind
+from awex_core.kernels.pace import Pace, sparing
 from awex_core.kernels.tiles import Batch, copy_batches, digest_batches
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory
@@ -170,9 +172,34 @@ def check_behind(device: torch.device, seed: int, **options: Any) -> int:
     return receiver._digesting[2].parts
 
 
+class Grids:
+    """How many programs each launch of a kernel had, until ``close``."""
+
+    def __init__(self, name: str) -> None:
+        from awex_core.kernels import gpu
+
+        self.programs: list[int] = []
+        self._patch = mock.patch.object(gpu, name, self)
+        self._kernel, _ = getattr(gpu, name), self._patch.start()
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        self.programs.append(grid[0])
+        return self._kernel[grid]
+
+    def close(self) -> None:
+        self._patch.stop()
+
+
+def check_sparing(device: torch.device, seed: int, **options: Any) -> None:
+    """In slices of one program, which has two tiles, ``ipc``'s receiver does the same."""
+    with sparing(), closing(Grids("_copy_tiles")) as copies, closing(Grids("_digest_tiles")) as digests:
+        check_behind(device, seed, **options)
+    assert {*copies.programs, *digests.programs} == {1}
+
+
 def main() -> None:
     """All checks on the CPU."""
-    from awex_core.kernels.gpu import _COPY_BLOCK
+    from awex_core.kernels import gpu
 
     device = torch.device("cpu")
     small: dict[str, Any] = {"sizes": SMALL}
@@ -181,9 +208,12 @@ def main() -> None:
     for batches in (copies, digests):
         assert {(batch.packed, batch.flat) for batch in batches} == LAYOUTS
     assert {batch.per_word for batch in digests} == WORDS
-    assert max((batch.table[:, 2] * batch.table[:, 3]).max() for batch in copies) > _COPY_BLOCK
+    assert max((batch.table[:, 2] * batch.table[:, 3]).max() for batch in copies) > gpu._COPY_BLOCK
     check_casts(device)
     check_buckets(device, SEED, **small)
+    assert max(len(batch.table) for batch in [*copies, *digests]) > 2
+    with mock.patch.multiple(gpu, _COPY_PACE=Pace(1, 2), _DIGEST_PACE=Pace(1, 2)):
+        check_sparing(device, SEED, **small)
     behind.PART_NBYTES = 1
     assert check_behind(device, SEED, **small) > 4
     print("kernels: the same")
