@@ -19,10 +19,15 @@ from awex_core.errors import PlanError
 from awex_core.layout.dtypes import DTYPES, ITEMSIZE
 from awex_core.plan.boxes import IntArray
 from awex_core.plan.program import CopyProgram
-from awex_core.plan.split import split_pieces
+from awex_core.plan.split import split_cols, split_pieces
 
 TILE_NBYTES = 128 << 10
 """Measured: with 32 KiB a pull between two GPUs is as fast, the table four times as long."""
+
+TRANSPOSED_COLS = 64
+"""Columns of a tile that is transposed: what a kernel copies at a time then fills runs of 64 elements at both ends.
+
+As wide as its tensor, a tile would touch thousands of places at one end, one element at a time."""
 
 _WORD = 8
 _UNITS = {8: "int64", 4: "int32", 2: "int16", 1: "int8"}
@@ -195,7 +200,8 @@ def _plain_batches(program: CopyProgram, src: Sequence[int], dst: Sequence[int])
 
 def _cast_batches(program: CopyProgram, src: Sequence[int], dst: Sequence[int]) -> Iterator[Batch]:
     """What is cast or transposed, element by element."""
-    pieces = split_pieces(program, TILE_NBYTES)
+    narrow = np.where(_transposed(program), TRANSPOSED_COLS, program.cols)
+    pieces = split_pieces(split_cols(program, narrow), TILE_NBYTES)
     table = {
         "src": _addresses(pieces, "src", src),
         "dst": _addresses(pieces, "dst", dst),
@@ -210,6 +216,12 @@ def _cast_batches(program: CopyProgram, src: Sequence[int], dst: Sequence[int]) 
     _check_aligned(table, "dst", pieces.dst_dtype, "dst")
     steps = ("src_col_stride", "dst_col_stride")
     yield from _grouped(table, COPY_COLUMNS, pieces.src_dtype, pieces.dst_dtype, steps)
+
+
+def _transposed(program: CopyProgram) -> npt.NDArray[np.bool_]:
+    """Descriptors that step over rows in one end's memory faster than over columns, and in the other's slower."""
+    src, dst = (getattr(program, f"{end}_row_stride") < getattr(program, f"{end}_col_stride") for end in ("src", "dst"))
+    return (program.rows > 1) & (program.cols > 1) & (src != dst)
 
 
 def _grouped(

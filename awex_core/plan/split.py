@@ -21,6 +21,11 @@ def split_rows(program: CopyProgram, rows: IntArray) -> CopyProgram:
     return _split_along(program, "rows", rows)
 
 
+def split_cols(program: CopyProgram, cols: IntArray) -> CopyProgram:
+    """Cut descriptor k after every ``cols[k]`` columns."""
+    return _split_along(program, "cols", cols)
+
+
 def _split_along(program: CopyProgram, axis: str, room: IntArray) -> CopyProgram:
     size = getattr(program, axis)
     step = np.where(program.nbytes > 0, np.minimum(np.maximum(room, 1), size), size)

@@ -44,6 +44,7 @@ def _update(*args: str, result: str, about_s: int) -> Step:
 
 STEPS = (
     Step(("benchmarks.gpu.ipc",), "gpu_ipc", 40),
+    Step(("benchmarks.gpu.packing",), "gpu_packing", 25),
     Step(("benchmarks.gpu.nccl_check",), "gpu_nccl", 40, gpus=2),
     _update("vllm", "6", result="gpu_vllm_update_9gb_in_place", about_s=110),
     _update("vllm", "48", result="gpu_vllm_update_61gb_in_place", about_s=150),

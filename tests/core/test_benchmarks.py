@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from benchmarks import bench_control, plot
 from benchmarks.__main__ import BENCHES
-from benchmarks.gpu import ipc, nccl_check, whole_update
+from benchmarks.gpu import ipc, nccl_check, packing, whole_update
 from benchmarks.processes import run_pair
 from benchmarks.report import Figure
 
@@ -31,6 +32,12 @@ def test_nccl_check_on_this_host() -> None:
     assert all(
         values[name] > 0 for name in ("nccl_contiguous", "nccl_transposed", "buckets_of_1_mib", "buckets_of_4_mib")
     )
+
+
+def test_packing_on_this_host() -> None:
+    values = {figure.name: figure.value for figure in packing.measure(8, torch.device("cpu"), (4 * packing.MIB,))}
+    assert values["contiguous_right"] == values["transposed_right"] == 1
+    assert len(values) == 7 and all(value > 0 for value in values.values())
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

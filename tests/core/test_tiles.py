@@ -18,6 +18,7 @@ from awex_core.kernels.tiles import (
     COPY_COLUMNS,
     DIGEST_COLUMNS,
     TILE_NBYTES,
+    TRANSPOSED_COLS,
     Batch,
     buffer_batches,
     copy_batches,
@@ -144,3 +145,26 @@ def test_whole_rows_of_bytes_move_in_the_largest_unit() -> None:
         True,
         [[(1 << 20) + 64, (1 << 30) + 128, 1, 16, 0, 1, 0, 1]],
     )
+
+
+@pytest.mark.parametrize("end", ["src", "dst"])
+def test_a_transposed_piece_is_cut_into_tiles_that_are_narrow(end: str) -> None:
+    """However wide it is: what a kernel takes at a time fills runs of many elements at both ends."""
+    rows, cols = 768, 2048
+    values = {
+        "rows": rows,
+        "cols": cols,
+        "src_dtype": 3,
+        "dst_dtype": 3,
+        "dst_itemsize": 2,
+        "canonical_row_stride": cols,
+    }
+    for side in ("src", "dst"):
+        strides = (2, 2 * rows) if side == end else (2 * cols, 2)
+        values |= {f"{side}_row_stride": strides[0], f"{side}_col_stride": strides[1]}
+    program, _, _ = random_program(1, 1, 1)
+    program = type(program)(**{name: np.asarray([values.get(name, 0)]) for name in program.__dict__})
+    (batch,) = copy_batches(program, [1 << 20], [1 << 30])
+    tiles = _rows(batch, COPY_COLUMNS)
+    assert {tile["cols"] for tile in tiles} == {TRANSPOSED_COLS} and {tile["rows"] for tile in tiles} == {rows}
+    assert sum(tile["rows"] * tile["cols"] for tile in tiles) == rows * cols
