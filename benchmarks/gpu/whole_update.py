@@ -96,12 +96,12 @@ def main() -> int:
             "AWEX_JOB": "whole",
             "AWEX_RECEIVE": run.receive,
         }
-        case, model = Case("whole", "qwen3-moe", {}, run.flags), _model(shape, folder / "model")
+        case, model = Case("whole", "qwen3-moe", {}, run.flags), model_folder(shape, folder / "model")
         server = ENGINES[run.engine](case, model, folder / "engine", last, members, follow=True)
         running = stack.enter_context(ExitStack())
         running.enter_context(closing(server))
-        weights = _weights(shape)
-        writer = running.enter_context(closing(_writer(shape, weights, SyncConfig.from_env(members))))
+        weights = make_weights(shape)
+        writer = running.enter_context(closing(join_writer(shape, weights, SyncConfig.from_env(members))))
         peer = stack.enter_context(closing(BuiltinEngine(model, last))) if run.has_peer else None
         try:
             begun = time.perf_counter()
@@ -134,7 +134,7 @@ def _builtin_s(peer: BuiltinEngine, weights: dict[str, torch.Tensor]) -> float:
     return peer.median_s(weights, 5)
 
 
-def _model(shape: ModelShape, folder: Path) -> Path:
+def model_folder(shape: ModelShape, folder: Path) -> Path:
     """A folder with the model's configuration and a tokenizer; its weights are somebody else's."""
     from transformers import AutoConfig
 
@@ -155,7 +155,7 @@ def _model(shape: ModelShape, folder: Path) -> Path:
     return folder
 
 
-def _weights(shape: ModelShape) -> dict[str, torch.Tensor]:
+def make_weights(shape: ModelShape) -> dict[str, torch.Tensor]:
     draw = torch.Generator("cuda").manual_seed(1)
     return {
         tensor.name: 0.02 * torch.randn(tensor.shape, dtype=torch.bfloat16, device="cuda", generator=draw)
@@ -163,7 +163,7 @@ def _weights(shape: ModelShape) -> dict[str, torch.Tensor]:
     }
 
 
-def _writer(shape: ModelShape, weights: dict[str, torch.Tensor], config: SyncConfig) -> WeightWriter:
+def join_writer(shape: ModelShape, weights: dict[str, torch.Tensor], config: SyncConfig) -> WeightWriter:
     collector = ShardCollector()
     for name, tensor in weights.items():
         collector.add(name, tensor.shape, [0] * tensor.dim(), tensor)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
 
 from benchmarks import bench_control, plot
 from benchmarks.__main__ import BENCHES
-from benchmarks.gpu import ipc, nccl_check, packing, whole_update
+from benchmarks.gpu import ipc, nccl_check, packing, shadow, stream, whole_update
 from benchmarks.processes import run_pair
 from benchmarks.report import Figure
 
@@ -88,3 +91,51 @@ def test_the_figures_of_a_digest_behind_a_pull(monkeypatch: pytest.MonkeyPatch, 
     assert figures["experts_digest_after_over_off"].value == pytest.approx(1.25)
     assert figures["experts_beside_the_writers_digest"].value == pytest.approx(1.05)
     assert figures["experts_right"].failed
+
+
+def tokens(begin: float, end: float, every_s: float) -> list[shadow.Chunk]:
+    """A request whose tokens come so long after each other."""
+    count = round((end - begin) / every_s)
+    return [shadow.Chunk(begin, 0), *(shadow.Chunk(begin + every_s * k, 1) for k in range(1, count))]
+
+
+def test_the_figures_of_shadow_mode() -> None:
+    """Tokens as they came, pauses included; latency without the pause, which is the longest wait of each version."""
+    pauses = [shadow.Version(begun, begun + 0.4, 0.3) for begun in (12.0, 16.0)]
+    busy = [chunk for chunk in tokens(10.0, 20.0, 0.02) if not any(0.1 < chunk.at - p.begun < 0.4 for p in pauses)]
+    once = [shadow.Chunk(18.01, 2)]  # a wait of half, then of half: 1 % is not much
+    windows = {
+        "idle": shadow.Window(0.0, 10.0),
+        "1hz": shadow.Window(10.0, 20.0, pauses),
+        "back_to_back": shadow.Window(20.0, 30.0, [shadow.Version(t, t + 0.09, 0.2) for t in (21.0, 21.1, 21.2)]),
+    }
+    chunks = [*tokens(0.0, 10.0, 0.01), *busy, *once, *tokens(20.0, 30.0, 0.04), shadow.Chunk(29.9, -1)]
+    found = {figure.name: figure for figure in shadow.figures(windows, sorted(chunks, key=lambda chunk: chunk.at))}
+    assert found["shadow_tokens_1hz"].value == pytest.approx((500 - 2 * 15 + 2) / 1000, abs=0.01)
+    assert found["shadow_tokens_back_to_back"].value == pytest.approx(0.25, abs=0.01)
+    assert found["shadow_latency"].value == pytest.approx(2.0, abs=0.01)
+    assert found["pause_shadow_ms"].value == pytest.approx(300) and found["pause_shadow_ms"].goal == 10
+    assert found["update_back_to_back"].value == pytest.approx(100) and found["requests_broken"].value == 1
+
+
+def test_what_a_client_has_said_is_read_but_for_a_line_that_was_cut() -> None:
+    assert shadow.read_chunks("1.5 0\n1.6 1\n1.7 ") == [shadow.Chunk(1.5, 0), shadow.Chunk(1.6, 1)]
+
+
+def test_the_client_counts_tokens_as_they_come() -> None:
+    class Engine(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            for said in ({"choices": [{"token_ids": [5]}]}, {"choices": [{"token_ids": [6, 7]}]}, {"choices": []}):
+                self.wfile.write(b"data: " + json.dumps(said).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Engine) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert list(stream.chunks(f"http://127.0.0.1:{server.server_port}")) == [1, 2, 0]
+        thread.join(10)

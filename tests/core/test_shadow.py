@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from awex_core.errors import ConfigError, SyncFailed, SyncTimeout, TransferError
+from awex_core.kernels.pace import Pace, slices
 from awex_core.layout.layout import Buffer, CanonicalTensor, Constant, Shard, build_layout
 from awex_core.layout.live import Memory, ShardCollector, flat_bytes, write_constants
 from awex_core.meta.server import MetaServer
@@ -27,6 +28,7 @@ from awex_core.settings.config import SyncConfig
 from awex_core.sync.engine import LoaderPathModule, TracedModel
 from awex_core.sync.session import ReaderSession
 from awex_core.sync.shadow import Shadow
+from awex_core.sync.verification import Verification
 from awex_core.testing.fake_engine import FakeEngine, FakeModel, FakeWorkerModel, holds
 from awex_core.transfer.base import Deadline, Progress
 from awex_core.version import Version
@@ -170,6 +172,29 @@ def test_the_engine_runs_on_the_old_weights_while_the_new_ones_arrive(
     assert calls[0].result(60).committed == ("e",)
     assert holds(engine, trainer.weights)
     eventually(lambda: engine.controller.status()["receiving"] == "")
+
+
+def test_only_what_arrives_beside_requests_leaves_the_gpu_to_them(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the pause nothing else is to run: what the kernels are then given is the whole of it."""
+    launches: dict[str, list[int]] = {"receive": [], "verify": [], "copy_to": []}
+
+    def note(kind: Any, name: str) -> None:
+        original = getattr(kind, name)
+
+        def noting(*arguments: Any) -> Any:
+            launches[name].append(len(list(slices(1000, Pace(1, 10), 16))))
+            return original(*arguments)
+
+        monkeypatch.setattr(kind, name, noting)
+
+    for kind, name in ((ReaderSession, "receive"), (Verification, "verify"), (Shadow, "copy_to")):
+        note(kind, name)
+    engine = loop.engine("e", 1, config)
+    make_trainer().write(1)
+    assert launches == {"receive": [100], "verify": [100], "copy_to": [1]}
+    eventually(lambda: engine.events[-1] == "resume")
 
 
 @pytest.mark.parametrize("transport", ["shm", "nccl"])
