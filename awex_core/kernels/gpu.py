@@ -256,9 +256,10 @@ class Digest:
     def begin(self, only: npt.NDArray[np.bool_] | None) -> Taken:
         """Begin one, of these tensors, on the device's current stream; ``add`` reads."""
         mask = np.ones(len(self._seeds), dtype=np.bool_) if only is None else only
-        if self._chosen[0] != mask.tobytes():
-            self._chosen = mask.tobytes(), _on(self.device, mask.astype(np.uint8))
-        return Taken(self._chosen[1], torch.zeros(self._count, dtype=torch.int64, device=self.device))
+        known = self._chosen  # another thread may begin one as well
+        if known[0] != mask.tobytes():
+            known = self._chosen = mask.tobytes(), _on(self.device, mask.astype(np.uint8))
+        return Taken(known[1], torch.zeros(self._count, dtype=torch.int64, device=self.device))
 
     def add(self, taken: Taken, tables: Sequence[_Table], most: int = _MOST_PROGRAMS) -> None:
         """Read some of its tiles, with so many programs at most, on the device's current stream; each tile once."""

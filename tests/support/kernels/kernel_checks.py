@@ -108,6 +108,10 @@ def check_digests(device: torch.device, seed: int, side: Any, **options: Any) ->
     some = np.arange(len(TENSORS)) % 3 == 0
     for only in (None, some, None):
         assert (digest.take(only) == digest_program(program, TENSORS, on_cpu, side, only=only)).all()
+    both = [(only, digest.begin(only)) for only in (some, ~some)]  # as two threads do
+    for only, taken in both:
+        digest.add(taken, digest.tables)
+        assert (taken.lanes() == digest_program(program, TENSORS, on_cpu, side, only=only)).all()
     by_tensor = Digest(batches, tensor_seeds(TENSORS), np.arange(len(TENSORS)), len(TENSORS), device)
     assert (by_tensor.take(some) == tensor_sums(program, TENSORS, on_cpu, side, only=some)).all()
     if device.type == "cuda":
