@@ -120,6 +120,11 @@ class MetaClient:
         timeout_s, tls = config.connect_timeout_s, config.tls
         return cls(config.meta_server, config.job, config.token, timeout_s=timeout_s, tls=tls, engine=engine)
 
+    @property
+    def held(self) -> JobView | None:
+        """The last view that was seen."""
+        return self._held
+
     def close(self) -> None:
         self._connection.close()
 

@@ -244,6 +244,8 @@ class JobView(_Message, frozen=True):
     catch_ups: dict[str, CatchUpView] = {}
     last: SyncView | None = None
     """The version before ``sync``, for members that have not seen its outcome yet; without its digests."""
+    writers_since: int = -1
+    """The revision since which ``writers`` are as they are; -1 from a server before protocol 1.3."""
 
 
 class Forming(_Message, frozen=True):

@@ -171,6 +171,7 @@ class JobStore:
             sync=sync.view(now, layouts) if sync else None,
             catch_ups=self._catch_ups.views(now),
             last=last.view(now, ()) if last else None,
+            writers_since=self._revision.last((TRAINER,)),
         )
 
     def status(self, now: float) -> JobStatus:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from awex_core.meta.messages import CatchUpView, DigestWish, EngineState, EngineView, JobView, SyncView, WeightsState
+from awex_core.protocol.receiving import Seen, seen_by_controller
 from awex_core.protocol.updating import PAUSED, Phase
 from awex_core.version import INITIAL, Version
 
@@ -147,6 +148,8 @@ class TakeVersion:
     """Take part in a version of the trainer's."""
 
     sync: SyncView
+    seen: Seen | None
+    """What the workers are told of it."""
 
 
 Task = Do | Prepare | Lend | TakeDigests | CatchUp | TakeVersion
@@ -309,7 +312,7 @@ def _weights_to_take(me: Standing, view: JobView, policy: Policy) -> Iterator[Ta
     if sync is not None:
         mine = sync.engines.get(me.engine)
         if mine is not None and mine.outcome == "pending":
-            yield TakeVersion(sync)
+            yield TakeVersion(sync, seen_by_controller(view, me.engine, sync))
         return
     ahead = version_to_catch_up_with(me, view, policy)
     if ahead is not None:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import msgspec
+
 from awex_core.errors import MetaServerError, TransferError
 from awex_core.meta.messages import DigestView, EngineView, JobView, SyncView, WeightsState, WriterInfo
 from awex_core.protocol.sessions import catch_up_key
@@ -19,6 +21,34 @@ class Update:
     sync: SyncView
     writers: Sequence[WriterInfo]
     catch_up: str
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What a controller has seen of a version of the trainer's, and tells its workers, so that they need not look."""
+
+    sync: SyncView
+    """With the engine's own part."""
+    source: str
+    writers_since: int
+    """See ``JobView``."""
+
+
+def seen_by_controller(view: JobView, engine: str, sync: SyncView) -> Seen | None:
+    """What workers are told of a version that is seen in ``view``; None where they have to look for themselves."""
+    if view.sync is None or view.sync.version != sync.version or view.writers_since < 0:
+        return None
+    own = msgspec.structs.replace(sync, engines={engine: sync.engines[engine]})
+    return Seen(own, view.source, view.writers_since)
+
+
+def view_as_seen(held: JobView | None, seen: Seen) -> JobView | None:
+    """The view that a worker holds, brought up to what its controller has seen.
+
+    None if the trainer's ranks may have changed since: they are in no controller's view.
+    """
+    if held is None or held.source != seen.source or not held.writers or held.revision < seen.writers_since:
+        return None
+    return msgspec.structs.replace(held, sync=seen.sync, catch_ups={})
 
 
 def find_update(view: JobView, engine: str) -> Update | None:

@@ -41,9 +41,9 @@ class BoundedHost:
         """See ``EngineHost.digest``."""
         await self._within(limit_s, self._host.digest(number, manifest), "the workers to say what they hold")
 
-    async def connect(self, version: Version, limit_s: float) -> None:
+    async def connect(self, version: Version, limit_s: float, seen: bytes) -> None:
         """See ``EngineHost.connect``."""
-        await self._within(limit_s, self._host.connect(version), "the workers to connect")
+        await self._within(limit_s, self._host.connect(version, seen), "the workers to connect")
 
     async def prefetch(self, version: Version, limit_s: float) -> None:
         """See ``EngineHost.prefetch``."""

@@ -151,8 +151,11 @@ class EngineHost(Protocol):
     async def digest(self, number: int, manifest: str) -> None:
         """Have every worker begin to say what it holds (``WeightReader.digest``). Requests keep running."""
 
-    async def connect(self, version: Version) -> None:
-        """Have every worker plan and connect for ``version``. Requests keep running; workers report failures."""
+    async def connect(self, version: Version, seen: bytes) -> None:
+        """Have every worker plan and connect for ``version``. Requests keep running; workers report failures.
+
+        ``seen`` is for ``WeightReader.connect``, which spares a question with it.
+        """
 
     async def pause(self) -> None:
         """Stop computing tokens; keep, or end, the requests in flight, as configured.

@@ -46,7 +46,7 @@ class EngineTasks:
         elif isinstance(task, CatchUp):
             await self._catch_up(task)
         elif isinstance(task, TakeVersion):
-            await self._update.take(task.sync)
+            await self._update.take(task.sync, task.seen)
         else:
             await self._plain[task]()
 

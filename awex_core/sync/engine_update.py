@@ -8,9 +8,12 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from awex_core.errors import AwexError
 from awex_core.meta.messages import SyncView
 from awex_core.protocol.controlling import Repair, Role
+from awex_core.protocol.receiving import Seen
 from awex_core.protocol.updating import ENDS, Phase, after, after_interruption, ended_by
 from awex_core.sync import bounded_host
 from awex_core.sync.bounded_host import BoundedHost
@@ -26,6 +29,8 @@ class _Update:
 
     version: Version
     limit_s: float
+    seen: bytes = b""
+    """What the workers are told of it, encoded."""
     reason: str = ""
     paused_at: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
@@ -58,13 +63,14 @@ class EngineUpdate:
             Phase.TEARS: self._tear,
         }
 
-    async def take(self, sync: SyncView) -> None:
-        """One version, from connect to resume.
+    async def take(self, sync: SyncView, seen: Seen | None = None) -> None:
+        """One version, from connect to resume; without ``seen`` the workers look for it themselves.
 
         Raises:
             Exception: what the version's own failure leaves undone, or another process controls the engine by now.
         """
-        update = _Update(sync.version, sync.remaining_s + bounded_host.GRACE_S)
+        told = msgspec.msgpack.encode(seen) if seen is not None else b""
+        update = _Update(sync.version, sync.remaining_s + bounded_host.GRACE_S, told)
         self._me.phase = Phase.CONNECTS
         while self._me.phase not in ENDS:
             error = await self._error_of(update)
@@ -96,7 +102,7 @@ class EngineUpdate:
 
         Whoever takes over from here on must know that weights may be mixed, unless they are prefetched before.
         """
-        await self._host.connect(update.version, update.limit_s)
+        await self._host.connect(update.version, update.limit_s, update.seen)
         await self._words.report_begun(update.version, live=not self._shadow)
 
     async def _prefetch(self, update: _Update) -> None:

@@ -54,9 +54,9 @@ class LocalHost:
         """See ``EngineHost.digest``."""
         await self.each(lambda reader: reader.digest(number, manifest))
 
-    async def connect(self, version: Version) -> None:
+    async def connect(self, version: Version, seen: bytes) -> None:
         """See ``EngineHost.connect``."""
-        await self.each(lambda reader: reader.connect(version))
+        await self.each(lambda reader: reader.connect(version, seen))
 
     async def prefetch(self, version: Version) -> None:
         """See ``EngineHost.prefetch``."""

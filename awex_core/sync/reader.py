@@ -13,7 +13,15 @@ from awex_core.kernels.pace import sparing
 from awex_core.meta.client import WorkerClient
 from awex_core.meta.messages import JobView, WeightsState, WorkerInfo
 from awex_core.modes import VerifyMode
-from awex_core.protocol.receiving import Update, admitted, check_asked_for, outcome_of, patterns_to_pull
+from awex_core.protocol.receiving import (
+    Seen,
+    Update,
+    admitted,
+    check_asked_for,
+    outcome_of,
+    patterns_to_pull,
+    view_as_seen,
+)
 from awex_core.settings.config import SyncConfig
 from awex_core.sync.attempt import Attempt
 from awex_core.sync.connection import Connection
@@ -159,8 +167,12 @@ class WeightReader:
     # One version. A failure is raised without a controller; with one it is reported
     # to the meta server, which tells the controller, and the engine's call returns.
 
-    def connect(self, version: Version | None = None) -> None:
+    def connect(self, version: Version | None = None, seen: bytes = b"") -> None:
         """Plan and connect for a version (the newest announced one when none is named). Requests keep running.
+
+        Args:
+            version: which.
+            seen: what the engine's controller has seen of it, as it gives that to ``EngineHost.connect``.
 
         Raises:
             AwexError: (only without a controller) what went wrong, naming the peer.
@@ -171,7 +183,7 @@ class WeightReader:
         # A controller calls once it has seen the version; only without one is there anything to wait for.
         deadline = Deadline.after(_SEEN_S if self.controlled else self.config.sync_timeout_s)
         try:
-            update = self._wait_for_update(version, deadline)
+            update = self._update_as_seen(version, seen) or self._wait_for_update(version, deadline)
             sync = update.sync
             # A little before the meta server's own: what it then tells everyone is who was waited for, and how far.
             limit_s = sync.remaining_s - min(_HEADSTART_S, 0.1 * sync.remaining_s)
@@ -240,6 +252,13 @@ class WeightReader:
             self._fail(attempt, error)
             if not self.controlled:
                 raise
+
+    def _update_as_seen(self, version: Version | None, seen: bytes) -> Update | None:
+        """The version without a question to the meta server; None where what is known does not suffice."""
+        view = view_as_seen(self._client.held, msgspec.msgpack.decode(seen, type=Seen)) if seen else None
+        if view is None:
+            return None
+        return admitted(view, self.engine, version, served=self.version, controlled=self.controlled)
 
     def _wait_for_update(self, version: Version | None, deadline: Deadline) -> Update:
         def mine(view: JobView) -> Update | None:

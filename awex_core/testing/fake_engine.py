@@ -196,11 +196,11 @@ class FakeEngine(LocalHost):
         self.events.append(f"digest {number}")
         await super().digest(number, manifest)
 
-    async def connect(self, version: Version) -> None:
+    async def connect(self, version: Version, seen: bytes) -> None:
         """See ``EngineHost.connect``."""
         self.events.append(f"connect {version}")
         self._foreign_calls = 0
-        await super().connect(version)
+        await super().connect(version, seen)
 
     async def prefetch(self, version: Version) -> None:
         """See ``EngineHost.prefetch``."""

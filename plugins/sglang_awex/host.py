@@ -28,7 +28,7 @@ from sglang_awex.worker import DONE, FAILED, RUNNING, Report, command_action, re
 _FLUSH_LIMIT_S = 30.0
 _WAIT_S = 0.5
 """How long one question for progress may hold up a scheduler that is paused anyway."""
-_POLL_S = 0.02
+_FIRST_POLL_S, _POLL_S = 0.001, 0.02
 
 
 class SglangHost:
@@ -54,9 +54,9 @@ class SglangHost:
         """See ``EngineHost.digest``."""
         await self._run("digest", number, manifest)
 
-    async def connect(self, version: Version) -> None:
+    async def connect(self, version: Version, seen: bytes) -> None:
         """See ``EngineHost.connect``."""
-        await self._run("connect", str(version))
+        await self._run("connect", str(version), seen.hex())
 
     async def prefetch(self, version: Version) -> None:
         """See ``EngineHost.prefetch``."""
@@ -133,10 +133,12 @@ class SglangHost:
 
     async def _run_commands(self, command: str, arguments: list[Any], wait_s: float) -> None:
         self._status(await self._ask(command, *arguments))
+        pause = _FIRST_POLL_S
         while (status := self._status(await self._ask("wait", wait_s))) != DONE:
             if status == FAILED:
                 raise TransferError(f"a rank could not {command}; its log says why")
-            await asyncio.sleep(0 if wait_s else _POLL_S)
+            await asyncio.sleep(0 if wait_s else pause)
+            pause = min(2 * pause, _POLL_S)
 
     async def _ask(self, command: str, *arguments: Any) -> list[str]:
         return await compat.check_weights(self._manager, command_action(command, *arguments))

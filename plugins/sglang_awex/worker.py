@@ -149,9 +149,9 @@ class Worker:
     def _digest(self, number: int, manifest: str) -> None:
         self._joined().digest(number, manifest)
 
-    def _connect(self, version: str) -> None:
+    def _connect(self, version: str, seen: str) -> None:
         self._touched = ""
-        self._joined().connect(Version.parse(version))
+        self._joined().connect(Version.parse(version), bytes.fromhex(seen))
 
     def _quiet(self) -> None:
         if self._reader is not None:

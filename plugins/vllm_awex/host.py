@@ -49,9 +49,9 @@ class VllmHost:
         """See ``EngineHost.digest``."""
         await self._ask("work", "digest", number, manifest)
 
-    async def connect(self, version: Version) -> None:
+    async def connect(self, version: Version, seen: bytes) -> None:
         """See ``EngineHost.connect``."""
-        await self._ask("work", "connect", str(version))
+        await self._ask("work", "connect", str(version), seen)
 
     async def prefetch(self, version: Version) -> None:
         """See ``EngineHost.prefetch``."""

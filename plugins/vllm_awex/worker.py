@@ -88,7 +88,7 @@ class AwexWeightTransferEngine(WeightTransferEngine[AwexInitInfo, AwexUpdateInfo
             "prepare": lambda: self._prepare(AwexInitInfo(), controlled=True),
             "lend": lambda target: self.reader.lend(target),
             "digest": lambda number, manifest: self.reader.digest(number, manifest),
-            "connect": lambda version: self.reader.connect(Version.parse(version)),
+            "connect": lambda version, seen: self.reader.connect(Version.parse(version), seen),
             "prefetch": lambda: self.reader.prefetch(),
             "receive": self._receive,
             "release": lambda: self.reader.finish(),

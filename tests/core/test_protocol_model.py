@@ -33,7 +33,7 @@ CALM_VERSIONS = 4
 KINDS = [
     Chaos(two_sided=two_sided, verify=verify) for two_sided, verify in itertools.product((False, True), ("off", "full"))
 ]
-OFTEN = ("full", "partial", "beside", "superseded")
+OFTEN = ("full", "partial", "beside", "superseded", "told")
 AT_TIMES = (
     "torn",
     "torn by others",

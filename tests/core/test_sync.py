@@ -1173,8 +1173,8 @@ def test_workers_let_go_when_the_meta_server_is_lost_while_they_connect(
     trainer.write(1)
     connect = engine.connect
 
-    async def connect_to_nobody(version: Version) -> None:
-        await connect(version)
+    async def connect_to_nobody(version: Version, seen: bytes) -> None:
+        await connect(version, seen)
         meta.stop()
 
     monkeypatch.setattr(engine, "connect", connect_to_nobody)

@@ -8,6 +8,7 @@ from awex_core.errors import AwexError, Fenced, TransferError
 from awex_core.meta import messages as m
 from awex_core.protocol import controlling, updating
 from awex_core.protocol.controlling import Do, Repair, Role
+from awex_core.protocol.receiving import Seen
 from awex_core.protocol.updating import Phase
 from awex_core.version import INITIAL, Version
 from tests.support.model.base import CONTROLLER_GRACE_S, LIMIT_S, RETRY_S, WATCH_S, Steps
@@ -75,7 +76,7 @@ class Controller(Process):
         elif isinstance(task, controlling.CatchUp):
             yield from self._catch_up()
         elif isinstance(task, controlling.TakeVersion):
-            yield from self._update(task.sync)
+            yield from self._update(task.sync, task.seen)
         else:
             yield from (self._report_again if task is Do.REPORT else getattr(self, f"_{task.name.lower()}"))()
 
@@ -159,13 +160,13 @@ class Controller(Process):
 
     # One version
 
-    def _update(self, sync: m.SyncView) -> Steps[None]:
+    def _update(self, sync: m.SyncView, seen: Seen | None = None) -> Steps[None]:
         me, version, limit_s = self.me, sync.version, sync.remaining_s + CONTROLLER_GRACE_S
         me.phase, reason = Phase.CONNECTS, ""
         while me.phase not in updating.ENDS:
             error: AwexError | None = None
             try:
-                yield from self._carry_out(version, reason, limit_s)
+                yield from self._carry_out(version, seen, reason, limit_s)
             except AwexError as raised:
                 error, reason = raised, str(raised) or type(raised).__name__
             ended = updating.ended_by(error, controls=me.role is Role.CONTROLS)
@@ -174,11 +175,11 @@ class Controller(Process):
                 me.phase = Phase.RESTS if me.phase is Phase.WITHDRAWS else me.phase
                 raise error
 
-    def _carry_out(self, version: Version, reason: str, limit_s: float) -> Steps[None]:
+    def _carry_out(self, version: Version, seen: Seen | None, reason: str, limit_s: float) -> Steps[None]:
         """The phase that this controller is in."""
         phase, engine = self.me.phase, self.engine
         if phase is Phase.CONNECTS:
-            yield from engine.ask("connect", version, limit_s)
+            yield from engine.ask("connect", (version, seen), limit_s)
             yield from self._report_begun(version)
         elif phase is Phase.PREFETCHES:
             yield from engine.ask("prefetch", version, limit_s)

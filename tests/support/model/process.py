@@ -27,6 +27,8 @@ class Process:
         self.stalled_until = 0.0
         self.threads: list[Thread] = []
         self.lost: Fenced | None = None
+        self.held: m.JobView | None = None
+        """The last view that was seen."""
         world.processes.append(self)
 
     def spawn(self, steps: Steps[Any], name: str) -> Thread:
@@ -82,7 +84,8 @@ class Process:
 
             yield Wait(ready, self.world.now + wait_s)
         asked = m.Watch(since=since, wait_s=0, role=self.role, engine=self.engine_name)
-        return (yield from self.rpc(asked, once=once))
+        self.held = view = yield from self.rpc(asked, once=once)
+        return view
 
     def wait_for(self, predicate: Callable[[m.JobView], T | None], *, timeout_s: float, what: str) -> Steps[T]:
         """``MetaClient.wait_for``."""

@@ -47,7 +47,8 @@ class Server:
                 raise Refused("unknown", "unknown job")
             self._known = True
         if isinstance(message, m.Watch):
-            return show(self.store, self.store.view(self.world.now, ()), message, 0)
+            view = msgspec.structs.replace(self.store.view(self.world.now, ()), source=str(self.life))
+            return show(self.store, view, message, 0)
         if key in self._replies:
             return self._replies[key]
         try:
