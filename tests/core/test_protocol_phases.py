@@ -7,8 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from awex_core.errors import Fenced, Interrupted, SyncTimeout
+from awex_core.meta.messages import EngineSync, JobView, Process, SyncView, WriterInfo
 from awex_core.protocol.controlling import Role, role_after_joining
+from awex_core.protocol.receiving import seen_by_controller, view_as_seen
 from awex_core.protocol.updating import ENDS, PAUSED, Outcome, Phase, after, ended_by
+from awex_core.version import Version
 
 LIVE = {Phase.RECEIVES, Phase.COMMITS}
 """The phases in which live weights may be mixed."""
@@ -64,3 +67,30 @@ def test_who_is_elected_after_another_process_inherits() -> None:
     assert role_after_joining(elected=False, inherits=False) is Role.STANDS_BY
     assert role_after_joining(elected=True, inherits=True) is Role.INHERITS
     assert role_after_joining(elected=True, inherits=False) is Role.CONTROLS
+
+
+def view_at(revision: int, *, number: int = 1, source: str = "s", since: int = 5) -> JobView:
+    """A job whose trainer's ranks are as they are since revision ``since``."""
+    process = Process(incarnation=f"w{since}", host="h", pid=1)
+    writer = WriterInfo(rank=0, world=1, run="r", process=process, layout="L", endpoints={}, manifest="M")
+    parts = {name: EngineSync(outcome="pending", generation=1) for name in ("e", "f")}
+    sync = SyncView(
+        version=Version(1, number), state="open", arrived=[], engines=parts, digests={}, verify="off", remaining_s=9
+    )
+    return JobView(revision, 1, [writer], {}, sync, source=source, writers_since=since)
+
+
+def test_workers_take_their_controllers_word_for_a_version_while_the_ranks_are_those_they_know() -> None:
+    held, view = view_at(6), view_at(9, number=2)
+    assert view.sync is not None
+    seen = seen_by_controller(view, "e", view.sync)
+    assert seen is not None and seen.sync.engines.keys() == {"e"}
+    found = view_as_seen(held, seen)
+    assert found is not None and found.sync == seen.sync and found.writers == held.writers
+    for other in (None, view_at(4, since=3), view_at(6, source="another")):  # ranks may have come, gone or moved since
+        assert view_as_seen(other, seen) is None
+
+
+def test_workers_look_for_themselves_where_the_server_does_not_say_since_when_the_ranks_are_there() -> None:
+    old = view_at(9, since=-1)
+    assert old.sync is not None and seen_by_controller(old, "e", old.sync) is None

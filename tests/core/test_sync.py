@@ -522,6 +522,23 @@ def test_a_worker_that_does_not_hold_the_base_refuses_before_anything_moves(
     assert holds(engine, trainer.weights)
 
 
+def test_a_version_like_the_last_one_costs_a_worker_no_question(
+    config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told by its controller; what has moved meanwhile it asks for."""
+    engine, asked = loop.engine("e", 2, config), []
+    trainer = make_trainer()
+    trainer.write(1)
+    ask = WorkerClient._ask_view
+    monkeypatch.setattr(WorkerClient, "_ask_view", lambda self, *a, **k: asked.append(1) or ask(self, *a, **k))
+    trainer.write(2, verify="off")
+    assert not asked and holds(engine, trainer.weights)
+    trainer.close()
+    trainer = make_trainer(run="another")
+    assert trainer.write(3, verify="off").committed == ("e",)
+    assert asked and holds(engine, trainer.weights)
+
+
 @pytest.mark.parametrize("transport", ["shm", "nccl"])
 def test_what_a_partial_update_has_left_out_is_received_too(
     config: SyncConfig, loop: Loop, make_trainer: Callable[..., Trainer], transport: Any
