@@ -7,6 +7,7 @@ loads through them, and so pulls over NVLink without a copy in between.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -216,8 +217,7 @@ class CopyLaunch:
 
     def finish(self) -> None:
         """Wait for what was started on the device's current stream."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        _wait(self.device)
 
 
 class Digest:
@@ -375,7 +375,8 @@ def _start_copies(tables: Sequence[_Table]) -> None:
 def _launches(tables: Sequence[_Table], pace: Pace) -> Iterator[tuple[Batch, torch.Tensor, int]]:
     """What each launch has to do: rows of a table, and how many programs share them."""
     for batch, table in tables:
-        for part in slices(len(table), pace, _multiprocessors(table.device)):
+        wait = functools.partial(_wait, table.device)
+        for part in slices(len(table), pace, _multiprocessors(table.device), wait):
             yield batch, table[part.first : part.last], part.programs
 
 
@@ -401,6 +402,12 @@ def _programs_beside(device: torch.device) -> int:
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device; its interpreter, with which the kernels are tested, has none."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _wait(device: torch.device) -> None:
+    """Until the device's current stream is through."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 _TURN_S = 5e-4
 """How long a thread may keep the interpreter from the model's, while any is sparing. Python's own is ten times that."""
+
+AHEAD = 32
+"""Slices that are launched before the first of them is through. The driver takes about a thousand of all threads; then
+whoever launches waits, the model too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +59,18 @@ def sparing() -> Iterator[None]:
         _SPARING.reset(token)
 
 
-def slices(tiles: int, pace: Pace, multiprocessors: int) -> Iterator[Slice]:
-    """The launches that work through so many tiles: one of all, or within ``sparing`` several of few programs."""
+def slices(tiles: int, pace: Pace, multiprocessors: int, wait: Callable[[], None] = lambda: None) -> Iterator[Slice]:
+    """The launches that work through so many tiles: one of all, or within ``sparing`` several of few programs.
+
+    ``wait`` is called when ``AHEAD`` have been launched, and waits until they are through.
+    """
     programs = pace.most(multiprocessors) if _SPARING.get() else max(tiles, 1)
     step = programs * pace.tiles if _SPARING.get() else max(tiles, 1)
-    for first in range(0, tiles, step):
+    for count, first in enumerate(range(0, tiles, step), 1):
         last = min(first + step, tiles)
         yield Slice(first, last, min(programs, last - first))
+        if count % AHEAD == 0:
+            wait()
 
 
 def _shorten_turns(more: int) -> None:

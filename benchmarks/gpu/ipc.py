@@ -151,7 +151,7 @@ def _measure(peer: Peer, name: str, pair: Pair, device: torch.device) -> dict[st
         "digest_s": median_s(digest),
         "both_s": median_s(pull_and_digest),
         "both_by_per_sm_s": _by_programs(pull_and_digest),
-        "copy_per_piece_s": median_s(lambda: _copy_per_piece(pair, mapped.memory, memory)),
+        "copy_per_piece_s": median_s(lambda: _copy_mapped(pair, mapped, memory)),
         "memcpy_s": memcpy_s(pair.nbytes, device),
         "snapshot": _snapshot(memory, device) if name == "contiguous" else None,
     }
@@ -170,6 +170,11 @@ def _measure(peer: Peer, name: str, pair: Pair, device: torch.device) -> dict[st
     figures["let_go_seen"] = _raises(lambda: mapped.check_held(1, "the writer"))
     receiver.close()
     return figures
+
+
+def _copy_mapped(pair: Pair, mapped: Mapped, memory: Memory) -> None:
+    with mapped.reading("the writer") as (source, _):
+        _copy_per_piece(pair, source, memory)
 
 
 def _by_programs(run: Callable[[], Any]) -> dict[int, float]:

@@ -8,7 +8,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from awex_core.kernels.pace import Pace, Slice, slices, sparing
+from awex_core.kernels.pace import AHEAD, Pace, Slice, slices, sparing
 
 PACE = Pace(programs=2, tiles=32)
 
@@ -32,6 +32,18 @@ def test_else_all_tiles_are_one_launch() -> None:
     with sparing():
         assert list(slices(600, PACE, 132)) == [Slice(0, 512, 16), Slice(512, 600, 16)]
     assert list(slices(600, PACE, 132)) == [Slice(0, 600, 600)]
+
+
+def test_few_launches_are_ahead_of_what_is_done() -> None:
+    """Else the model's own launches would wait for the driver, which takes only so many."""
+    ahead, most = [0], 0
+    with sparing():
+        for _ in slices(10_000, Pace(programs=1, tiles=1), 16, lambda: ahead.__setitem__(0, 0)):
+            ahead[0] += 1
+            most = max(most, ahead[0])
+    assert most == AHEAD
+    waited: list[bool] = []
+    assert len(list(slices(10_000, PACE, 16, lambda: waited.append(True)))) == 1 and not waited
 
 
 def test_what_other_threads_launch_is_not_concerned() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,9 @@ from tests.support.kernels.kernel_checks import (
     check_casts,
     check_copies,
     check_digests,
+    check_sparing,
 )
+from tests.support.kernels.swap_checks import check_swap
 
 pytestmark = pytest.mark.gpu
 
@@ -48,6 +51,14 @@ def test_buckets(seed: int) -> None:
     check_buckets(DEVICE, seed)
 
 
+def test_beside_a_model_the_kernels_do_the_same() -> None:
+    check_sparing(DEVICE, 1)
+
+
+def test_a_version_becomes_live_in_one_launch() -> None:
+    check_swap(DEVICE)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_digests_behind_copies(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(behind, "PART_NBYTES", 1)
@@ -60,7 +71,7 @@ def test_large_pulls_and_their_digests_run_at_once(hard: bool, urgent: bool) -> 
     """A digest that read too early would see what was there before, at least once in so many versions."""
     pair = expert_pair(2 << 30, hard=hard)
     source, memory = allocate(pair.source, seed=1, device=DEVICE), allocate(pair.destination, device=DEVICE)
-    mapped: Any = SimpleNamespace(memory=source)
+    mapped: Any = SimpleNamespace(reading=lambda who: nullcontext((source, None)))
     receiver, programs, tensors = IpcReceiver({0: mapped}, DEVICE), {0: pair.program}, pair.destination.tensors
     everything = np.ones(len(tensors), dtype=bool)
     for _ in range(10):

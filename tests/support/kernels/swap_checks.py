@@ -7,6 +7,8 @@ The interpreter runs on CPU memory, which stands for a GPU's: tables and launche
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,13 +20,11 @@ from awex_core.layout.layout import Layout
 from awex_core.layout.live import Memory, ShardCollector
 from awex_core.sync.shadow import Shadow
 
-CPU = torch.device("cpu")
 
-
-def weights() -> list[torch.Tensor]:
+def weights(device: torch.device) -> list[torch.Tensor]:
     """As most models have them: two matrices in one buffer, a vector, and the middle columns of a matrix."""
     draw = torch.Generator().manual_seed(1)
-    return [torch.randn(size, generator=draw) for size in ((8, 16), (12,), (6, 8))]
+    return [torch.randn(size, generator=draw).to(device) for size in ((8, 16), (12,), (6, 8))]
 
 
 def layout_of(tensors: list[torch.Tensor]) -> tuple[Layout, Memory]:
@@ -63,15 +63,27 @@ class Counted:
         return found
 
 
-def main() -> None:
+@contextmanager
+def as_a_gpu(device: torch.device) -> Iterator[None]:
+    """What says that memory of the CPU is a GPU's."""
+    if device.type == "cuda":
+        yield
+        return
+    stream = SimpleNamespace(synchronize=lambda: None)
+    with (
+        mock.patch.object(Memory, "gpu", property(lambda memory: device)),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: stream),
+    ):
+        yield
+
+
+def check_swap(device: torch.device) -> None:
     """A first version, a second one, a partial one; and one after the live weights have moved."""
-    live, new = weights(), [tensor + 1 for tensor in weights()]
+    live, new = weights(device), [tensor + 1 for tensor in weights(device)]
     layout, memory = layout_of(live)
-    shadow = Shadow(layout, CPU)
+    shadow = Shadow(layout, device)
     counted = Counted()
-    on_gpu = mock.patch.object(Memory, "gpu", property(lambda memory: CPU))
-    stream = mock.patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    with on_gpu, stream, counted.patches[0], counted.patches[1]:
+    with as_a_gpu(device), counted.patches[0], counted.patches[1]:
         everything = shadow.select([])
         assert counted.taken() == (0, 0), "nobody knows yet where live weights are"
         for tables in (1, 0):
@@ -80,17 +92,17 @@ def main() -> None:
             shadow.copy_to(memory, everything)
             assert counted.taken() == (tables, 2), "one launch for what has no gaps, one for rows"
             assert all(map(torch.equal, live[:2], new[:2])) and torch.equal(live[2][:, 2:6], new[2][:, 2:6])
-            assert torch.equal(live[2][:, :2], weights()[2][:, :2]), "what no tensor has stays"
+            assert torch.equal(live[2][:, :2], weights(device)[2][:, :2]), "what no tensor has stays"
             new = [tensor + 1 for tensor in new]
         some = shadow.select(["gate", "norm"])
         assert counted.taken() == (1, 0), "before the pause"
         shadow.copy_to(memory, some)
         assert counted.taken() == (0, 1), "a single one where nothing has gaps"
-        elsewhere, moved = layout_of(weights())[1], shadow.select(["gate", "norm"])
+        elsewhere, moved = layout_of(weights(device))[1], shadow.select(["gate", "norm"])
         shadow.copy_to(elsewhere, moved)
         assert counted.taken() == (1, 1)
-    print("swap: the same")
 
 
 if __name__ == "__main__":
-    main()
+    check_swap(torch.device("cpu"))
+    print("swap: the same")
