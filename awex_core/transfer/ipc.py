@@ -263,11 +263,14 @@ class IpcReceiver:
         progress.moved(NAME, nbytes)
 
     def _run(self, copies: CopyLaunch, behind: DigestBehind | None) -> None:
-        if behind is None:
-            copies.launch()
+        """Nothing reads or writes when it is over, also if it raises: one kernel may fail to start after another."""
+        try:
+            if behind is None:
+                copies.launch()
+            else:
+                behind.lanes = self._with_digest(copies, behind.digest).run(behind.only, urgent=behind.urgent)
+        finally:
             copies.finish()
-        else:
-            behind.lanes = self._with_digest(copies, behind.digest).run(behind.only, urgent=behind.urgent)
 
     def _ready(self, programs: Programs, sources: Mapping[int, Memory], memory: Memory) -> tuple[CopyLaunch, int]:
         """The copies from all writers, ready to run, and the bytes that they move."""

@@ -9,17 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from awex_core.errors import TransferError
+from awex_core.kernels.behind import DigestBehind
 from awex_core.layout.live import Memory
 from awex_core.transfer import ipc
+from awex_core.transfer.base import Deadline, Progress
 from awex_core.transfer.ipc_counters import CounterFiles, remove_counters
 from awex_core.transfer.mappers import Mapper, Mappers
 from awex_core.transfer.transport import read_value
@@ -313,3 +316,24 @@ def test_a_receiver_maps_nothing_once_it_is_closed(export: ipc.IpcExport) -> Non
     mapped = ipc.Mapped(export.endpoint, CPU)
     ipc.IpcReceiver({0: mapped}, CPU).close()
     assert mapped.closed
+
+
+@pytest.mark.parametrize("digested", [False, True])
+def test_a_pull_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch, digested: bool) -> None:
+    """Half of it may have been started: it is waited for before anybody unmaps, or says that nothing comes any more."""
+    done: list[str] = []
+
+    def start(*_: Any, **__: Any) -> None:
+        done.append("started")
+        raise RuntimeError("out of resource")
+
+    copies: Any = SimpleNamespace(launch=start, finish=lambda: done.append("finished"))
+    mapped: Any = SimpleNamespace(reading=lambda _: nullcontext((Memory(()), None)), close=lambda: None)
+    receiver = ipc.IpcReceiver({0: mapped}, CPU)
+    monkeypatch.setattr(receiver, "_ready", lambda *_: (copies, 0))
+    monkeypatch.setattr(receiver, "_with_digest", lambda *_: SimpleNamespace(run=start))
+    wish = DigestBehind(digest=None, only=np.ones(1, dtype=bool), urgent=True) if digested else None  # type: ignore[arg-type]
+    programs: Any = {0: None}
+    with pytest.raises(TransferError, match=r"pulling from writer rank\(s\) \[0\]: out of resource"):
+        receiver.receive(programs, Memory(()), Progress(behind=wish), Deadline.after(LIMIT_S))
+    assert done == ["started", "finished"]
