@@ -69,8 +69,8 @@ class EngineUpdate:
         Raises:
             Exception: what the version's own failure leaves undone, or another process controls the engine by now.
         """
-        told = msgspec.msgpack.encode(seen) if seen is not None else b""
-        update = _Update(sync.version, sync.remaining_s + bounded_host.GRACE_S, told)
+        encoded = msgspec.msgpack.encode(seen) if seen is not None else b""
+        update = _Update(sync.version, sync.remaining_s + bounded_host.GRACE_S, encoded)
         self._me.phase = Phase.CONNECTS
         while self._me.phase not in ENDS:
             error = await self._error_of(update)
