@@ -1,4 +1,7 @@
-"""Files of this user whose makers were killed: one that lives locks its file, in whatever PID namespace it is."""
+"""Files of this user whose makers were killed: one that lives locks its file, in whatever PID namespace it is.
+
+One that ends well removes its file before it unlocks it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ def orphans(pattern: str, age_s: float, folder: Path = SHM_DIR) -> Iterator[tupl
                 about = os.fstat(fd)
                 if about.st_uid == os.geteuid() and time.time() - about.st_mtime >= age_s:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    yield path, fd
-                    path.unlink()
+                    if path.stat().st_ino == about.st_ino:  # else its maker has ended well, just now
+                        yield path, fd
+                        path.unlink()
             finally:
                 os.close(fd)

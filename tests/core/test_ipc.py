@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
@@ -157,6 +158,21 @@ def test_an_export_that_has_ended_leaves_no_file(tmp_path: Path, forgotten: bool
     del files
     gc.collect()
     assert [*tmp_path.iterdir()] == []
+
+
+def test_the_files_of_one_that_ends_just_now_are_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch removes its own at the process's end, and ends with an abort where it finds none."""
+    files, lock = CounterFiles(tmp_path), fcntl.flock
+    files.add("/torch_1_1_1")
+    (tmp_path / "torch_1_1_1").touch()
+
+    def lock_late(fd: int, operation: int) -> None:
+        files.close()
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    assert remove_counters(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["torch_1_1_1"]
 
 
 def test_torch_keeps_no_count_of_what_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
