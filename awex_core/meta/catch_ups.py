@@ -51,7 +51,10 @@ class SavedCatchUps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class CatchUps:
-    """At most one catch-up per target: the one on its way, or the last."""
+    """At most one catch-up per target: the one on its way, or the last.
+
+    Large because versions, sources, targets and lenders each end some of them in their own way.
+    """
 
     def __init__(self, engines: Mapping[str, Engine], revision: Revision, first_number: int) -> None:
         self._engines = engines
@@ -63,20 +66,38 @@ class CatchUps:
         """Every catch-up whose target is there."""
         return {name: catch_up.view(now) for name, catch_up in self._by_target.items() if name in self._engines}
 
+    def _goes_on(self, target: Engine) -> bool:
+        running = self._by_target.get(target.name)
+        return running is not None and running.sync.state != "done"
+
+    def route(self, target: Engine, version: Sync, message: AskCatchUp, now: float) -> None:
+        """Have an engine take the trainer's version from another one, or where none can give it, from the trainer.
+
+        Raises:
+            Refused: it was never to, or not yet.
+        """
+        _check(message)
+        if self._goes_on(target):
+            return
+        source = version.next_source(target)
+        self._by_target.pop(target.name, None)  # the last one has failed
+        if source:
+            # Until all lend, and from then on: a third is left for another way.
+            timeout_s = min(message.timeout_s, max((version.deadline - now) / 3, 0.1))
+            message = msgspec.structs.replace(message, timeout_s=timeout_s, verify=version.verify)
+            self._begin(self._engines[source], target, message, now)
+
     def ask(self, target: Engine, message: AskCatchUp, now: float) -> None:
         """Start a catch-up into ``target`` from the best engine there is.
 
         Raises:
             Refused: no engine is ahead, or none of those can lend; the message says why each cannot.
         """
-        if not 0 < message.timeout_s <= MAX_WAIT_S:
-            raise Refused(
-                "invalid", f"timeout_s is {message.timeout_s}; more than 0 and at most {MAX_WAIT_S:g} allowed"
-            )
-        running = self._by_target.get(target.name)
-        if running is not None and running.sync.state != "done":
-            return
-        source = self._choose(target)
+        _check(message)
+        if not self._goes_on(target):
+            self._begin(self._choose(target), target, message, now)
+
+    def _begin(self, source: Engine, target: Engine, message: AskCatchUp, now: float) -> None:
         self._count += 1
         sync = Sync(
             version=source.version,
@@ -135,10 +156,10 @@ class CatchUps:
             if engine in (catch_up.source, catch_up.target):
                 catch_up.sync.end(reason)
 
-    def end(self, reason: str, *, source: str | None = None) -> None:
-        """End all, or those from one engine, whose weights are not what it has offered."""
+    def end(self, reason: str, *, source: str | None = None, but: Version | None = None) -> None:
+        """End all, or those from one engine, whose weights are not what it has offered; ``but`` those to a version."""
         for catch_up in self._by_target.values():
-            if source in (None, catch_up.source):
+            if source in (None, catch_up.source) and catch_up.sync.version != but:
                 catch_up.sync.end(reason)
 
     def apply_deadlines(self, now: float) -> None:
@@ -172,6 +193,11 @@ class CatchUps:
             engines, concern = {one.target: self._engines[one.target]}, _concern(one.source, one.target)
             sync = restore_sync(one.sync, engines, self._revision, concern)
             self._by_target[one.target] = CatchUp(one.source, one.target, one.number, sync, one.lenders)
+
+
+def _check(message: AskCatchUp) -> None:
+    if not 0 < message.timeout_s <= MAX_WAIT_S:
+        raise Refused("invalid", f"timeout_s is {message.timeout_s}; more than 0 and at most {MAX_WAIT_S:g} allowed")
 
 
 def _concern(source: str, target: str) -> Concern:

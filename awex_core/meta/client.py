@@ -367,6 +367,7 @@ class WriterClient(SenderClient, ObserverClient):
         base: Version = INITIAL,
         whole_because: str = "",
         quorum: int | None = None,
+        fan_out: bool = False,
     ) -> JobView | None:
         """This writer rank has reached version ``number``.
 
@@ -382,6 +383,7 @@ class WriterClient(SenderClient, ObserverClient):
             base=base,
             whole_because=whole_because,
             quorum=-1 if quorum is None else quorum,
+            fan_out=fan_out,
             watch=self._question(held, 0, 0.0),
         )
         # A version may be done before a lost reply is asked for again: the key tells a repeat from a second one.

@@ -113,6 +113,8 @@ class WorkerInfo(_Message, frozen=True):
     weights: WeightsState = "held"
     weights_reason: str = ""
     """Which call of the engine's own made them something else than ``held``."""
+    routable: bool = False
+    """Whether it takes a version from another engine where ``EngineSync.source`` says so."""
     sequence: int = 0
     """Rises with everything that changes above: an earlier word that arrives late is not taken."""
 
@@ -177,6 +179,10 @@ class EngineSync(_Message, frozen=True):
     """Whether it holds the base of a partial update, and so gets only what has changed."""
     resends: list[Resend] = []
     """In the order in which every writer rank serves them; at most one for each worker."""
+    source: str = ""
+    """The engine that it takes the version from, once that has committed it; empty for the trainer."""
+    tried: list[str] = []
+    """Engines that it has begun to take it from."""
 
 
 DIGEST_NBYTES = 8 * LANES
@@ -354,6 +360,8 @@ class Announce(_Message, frozen=True):
     base: Version = INITIAL
     whole_because: str = ""
     quorum: int = -1
+    fan_out: bool = False
+    """Whether engines may take a whole version from each other, and not each from the trainer."""
     watch: Watch | None = None
     """What the rank would ask for next: the answer brings it along."""
 

@@ -256,7 +256,7 @@ class JobStore:
         self._versions.announce(message, info.rank, run, now)
         sync = self._versions.sync
         if sync is not None and sync.state == "open":  # its engines' weights are about to change
-            self._catch_ups.end(f"the trainer publishes version {sync.version}")
+            self._catch_ups.end(f"the trainer publishes version {sync.version}", but=sync.version)
         return Ok()
 
     def give_up(self, message: GiveUp, now: float) -> Ok:
@@ -327,9 +327,10 @@ class JobStore:
         self._begin(now)
         engine = self._engines.controlled_by(message.incarnation)
         sync = self._versions.sync
-        if sync is not None and sync.state == "open":
-            raise Refused("invalid", f"the trainer publishes version {sync.version}; take part in that")
-        self._catch_ups.ask(engine, message, now)
+        if sync is None or sync.state != "open":
+            self._catch_ups.ask(engine, message, now)
+        else:
+            self._catch_ups.route(engine, sync, message, now)
         return Ok()
 
     def lend(self, message: Lend, now: float) -> Ok:
@@ -377,8 +378,12 @@ class JobStore:
         return reply
 
     def _note_commit(self, sync: Sync, engine: Engine) -> None:
-        if sync.parts[engine.name].outcome == "committed":
+        part = sync.parts[engine.name]
+        if part.outcome == "committed":
             self._versions.note_commit(engine.name, sync.version)
+            published = self._versions.sync
+            if published is not None and published is not sync and published.version == sync.version:
+                published.take_over(engine.name, part)
 
     def _joined_by(self, engine: str, version: Version) -> Sync | str:
         """What an engine reports on: a catch-up, or the version that the trainer publishes; else why neither."""

@@ -10,6 +10,7 @@ import msgspec
 from awex_core.errors import Refused
 from awex_core.meta.digests import Digests
 from awex_core.meta.engines import Engine
+from awex_core.meta.fan_out import routes
 from awex_core.meta.limits import MAX_REASON
 from awex_core.meta.members import describe
 from awex_core.meta.messages import (
@@ -77,6 +78,8 @@ class Sync:
     """Why no engine is sent ``only`` some tensors: a writer rank does not build on ``base``."""
     quorum: int | None = 0
     """Engines that have to commit before it ends without those that are parked; None: it waits for them."""
+    fan_out: bool = False
+    """Whether engines may take it from each other."""
 
     def view(self, now: float, layouts: Collection[str] | None = None) -> SyncView:
         """As others see it, with the digests of these layouts, or all."""
@@ -156,14 +159,59 @@ class Sync:
             elif engine.live:
                 partial = bool(self.only) and not self.whole_because and self._holds_base(engine)
                 self.parts[name] = EngineSync(outcome="pending", generation=engine.generation, partial=partial)
+        self._route(now)
         self._end_if_done()
         self.leave_parked()
+
+    def _route(self, now: float) -> None:
+        """Have engines take it from each other, if they may and all of it comes."""
+        if not self.fan_out or any(part.partial for part in self.parts.values()):
+            return
+        engines = [self.engines[name].view(now) for name in self.pending()]
+        for name, source in routes(engines).items():
+            self.parts[name] = msgspec.structs.replace(self.parts[name], source=source)
+
+    def next_source(self, target: Engine) -> str:
+        """Where an engine that takes it from others does so now: first where it was to, then who else has it.
+
+        Where nobody has it that was not tried, the trainer serves it: empty.
+
+        Raises:
+            Refused: it takes it from the trainer, or the engine where it was to has not decided yet.
+        """
+        part = self.parts.get(target.name)
+        if part is None or part.outcome in TERMINAL or not part.source:
+            raise Refused("invalid", f"the trainer publishes version {self.version}; take part in that")
+        first = self.parts.get(part.source)
+        if first is not None and first.outcome not in TERMINAL and part.source not in part.tried:
+            raise Refused("invalid", f"engine {part.source} has not committed version {self.version} yet")
+        having = [name for name in sorted(self.parts) if self._can_lend(name) and name not in part.tried]
+        source = part.source if part.source in having else next(iter(having), "")
+        tried, generation = [*part.tried, *([source] if source else [])], target.generation
+        self.parts[target.name] = msgspec.structs.replace(part, source=source, tried=tried, generation=generation)
+        self.revision.advance(of_engine(target.name), *self.concern.senders)
+        return source
+
+    def _can_lend(self, name: str) -> bool:
+        engine = self.engines.get(name)
+        there = engine is not None and engine.live and engine.state == "ready" and engine.version == self.version
+        return there and self.parts[name].outcome == "committed"
+
+    def take_over(self, name: str, copy: EngineSync) -> None:
+        """An engine has committed it that took it from another, as ``copy`` says."""
+        if self.state == "open" and name in self.pending():
+            self._update_figures(name, copy.figures)
+            self._record(name, "committed")
 
     def _holds_base(self, engine: Engine) -> bool:
         return engine.state == "ready" and engine.version == self.base
 
     def leave_parked(self) -> None:
-        """End it for engines whose weights are not in memory, when as many have committed as the trainer asked for."""
+        """End it for engines whose weights are not in memory, when as many have committed as the trainer asked for.
+
+        Nobody waits for such a one as a source.
+        """
+        self._leave_parked_sources()
         committed = sum(part.outcome == "committed" for part in self.parts.values())
         if self.state != "open" or self.quorum is None or committed < self.quorum:
             return
@@ -172,6 +220,16 @@ class Sync:
             return
         for name, why in parked.items():
             self.fail(name, f"{why}; the version went on without it, with {committed} of the {self.quorum} asked for")
+
+    def _leave_parked_sources(self) -> None:
+        for name, part in self.parts.items():
+            source = self.engines.get(part.source)
+            waits = (
+                part.outcome == "pending" and not part.tried and self.parts.get(part.source, part).outcome == "pending"
+            )
+            if waits and source is not None and source.why("released"):
+                self.parts[name] = msgspec.structs.replace(part, source="")
+                self.revision.advance(of_engine(name), *self.concern.senders)
 
     def _end_if_done(self) -> None:
         if self.state == "open" and not self.pending():
@@ -299,7 +357,8 @@ class Sync:
 
     def _record(self, name: str, outcome: EngineOutcome, reason: str = "") -> None:
         self.parts[name] = msgspec.structs.replace(self.parts[name], outcome=outcome, reason=reason[:MAX_REASON])
-        self.revision.advance(of_engine(name), *(self.concern.senders if outcome == "failed" else (STATES,)))
+        after = [of_engine(each) for each, part in self.parts.items() if part.source == name]
+        self.revision.advance(of_engine(name), *after, *(self.concern.senders if outcome == "failed" else (STATES,)))
         self._end_if_done()
         self.leave_parked()
 
@@ -366,6 +425,7 @@ class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     superseded: bool
     whole_because: str = ""
     quorum: int | None = None
+    fan_out: bool = False
 
 
 def save_sync(sync: Sync) -> SavedSync:

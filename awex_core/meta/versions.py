@@ -173,6 +173,7 @@ class Versions:
             world=run.world,
             engines=self._engines,
             revision=self._revision,
+            fan_out=message.fan_out,
         )
         self._revision.due_by(self.sync.deadline)
         self._revision.advance(VERSION)

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from awex_core.meta.messages import CatchUpView, DigestWish, EngineState, EngineView, JobView, SyncView, WeightsState
+from awex_core.meta.messages import (
+    CatchUpView,
+    DigestWish,
+    EngineState,
+    EngineSync,
+    EngineView,
+    JobView,
+    SyncView,
+    WeightsState,
+)
 from awex_core.protocol.receiving import Seen, seen_by_controller
 from awex_core.protocol.updating import PAUSED, Phase
 from awex_core.version import INITIAL, Version
@@ -307,12 +316,27 @@ def _of_controller(me: Standing, seen: EngineView | None, view: JobView, policy:
     yield from _weights_to_take(me, view, policy)
 
 
+def may_ask(sync: SyncView, mine: EngineSync) -> bool:
+    """Whether an engine's source has committed the version, or will not: then the meta server finds another way."""
+    source = sync.engines.get(mine.source)
+    return source is None or source.outcome in ("committed", "failed")
+
+
+def _version_to_take(me: Standing, sync: SyncView, view: JobView) -> Iterator[Task]:
+    """The trainer's version, from where this engine takes it."""
+    mine = sync.engines.get(me.engine)
+    if mine is None or mine.outcome != "pending":
+        return
+    if not mine.source:
+        yield TakeVersion(sync, seen_by_controller(view, me.engine, sync))
+    elif may_ask(sync, mine):
+        yield CatchUp(sync.version)
+
+
 def _weights_to_take(me: Standing, view: JobView, policy: Policy) -> Iterator[Task]:
     sync = on_its_way(me, view)
     if sync is not None:
-        mine = sync.engines.get(me.engine)
-        if mine is not None and mine.outcome == "pending":
-            yield TakeVersion(sync, seen_by_controller(view, me.engine, sync))
+        yield from _version_to_take(me, sync, view)
         return
     ahead = version_to_catch_up_with(me, view, policy)
     if ahead is not None:

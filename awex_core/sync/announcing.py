@@ -36,6 +36,7 @@ class Announcement:
     only: tuple[str, ...]
     base: Base
     quorum: int | None
+    fan_out: bool
 
 
 class Announcing:
@@ -69,6 +70,7 @@ class Announcing:
             base=version.base.version,
             whole_because=version.base.why,
             quorum=version.quorum,
+            fan_out=version.fan_out,
         )
 
     def give_up(self, number: int, error: Exception) -> None:

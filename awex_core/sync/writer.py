@@ -58,10 +58,10 @@ class _Call:
     blocking: bool
     begun: float
 
-    def announcement(self, only: tuple[str, ...], base: Base, full_every: int) -> Announcement:
+    def announcement(self, only: tuple[str, ...], base: Base, config: SyncConfig) -> Announcement:
         """As it is announced; ``only`` are the patterns, checked."""
-        mode = mode_of_version(self.verify, self.number, full_every)
-        return Announcement(self.number, self.limit_s, mode, only, base, self.quorum)
+        mode = mode_of_version(self.verify, self.number, config.verify_full_every)
+        return Announcement(self.number, self.limit_s, mode, only, base, self.quorum, config.fan_out == "tree")
 
 
 class WeightWriter:
@@ -244,7 +244,7 @@ class WeightWriter:
         base, self._base = self._base, Base(why=f"the call for version {call.number} has not ended", call=call.number)
         self._weights.offer.exports.hold(call.number)
         try:
-            return self._announcing.announce(call.announcement(patterns, base, self.config.verify_full_every))
+            return self._announcing.announce(call.announcement(patterns, base, self.config))
         except BaseException:
             self._let_go()
             raise

@@ -101,6 +101,9 @@ class Checks:
     def _note_commit(self, name: str, sync: Sync, source: str, part: m.EngineSync, by: str) -> None:
         engine = next(engine for engine in self.world.engines if engine.name == name)
         self.kinds["catch-up" if source else "partial" if part.partial else "full"] += 1
+        published = self.world.server.store._versions.sync
+        if source and published is not None and published.version == sync.version and name in published.parts:
+            self.kinds["fanned out"] += bool(published.parts[name].source)
         if source:
             meaning = self._meaning[source, sync.version]
         else:

@@ -32,7 +32,9 @@ class Run:
         """The last version that is written."""
         self.returned: list[list[tuple[int, str, float]]] = [[] for _ in range(WORLD)]
         """Per rank: number, outcome, seconds."""
-        self.policy = random.Random(f"{world.seed} {self.name}").choice(("wait", "replace"))
+        draw = random.Random(f"{world.seed} {self.name}")
+        self.policy = draw.choice(("wait", "replace"))
+        self.fan_out = draw.random() < 0.5
         self.ranks = [Rank(world, self, rank) for rank in range(WORLD)]
 
     @property
@@ -202,6 +204,7 @@ class Rank(Process):
             only=only,
             base=base.version,
             whole_because=base.why,
+            fan_out=self.run.fan_out,
         )
         try:
             yield from self.rpc(message, key=f"{self.incarnation} {number} first")
@@ -325,23 +328,34 @@ class Rank(Process):
             pass
 
     def _session(self, engine: str, view: m.JobView, sync: m.SyncView, end: float) -> Steps[Session | None]:
-        generation, sources = sync.engines[engine].generation, sessions.sources_of(view.writers)
+        routed, sources = sync.engines[engine].source, sessions.sources_of(view.writers)
+        generation = sync.engines[engine].generation
+        if routed:
+            (found,) = yield from self._engine_to_serve(engine, sync, end)
+            if found is None:
+                return None
+            generation = found.generation
         key = sessions.SessionKey(sync.version.epoch, engine, generation, sources=sources)
         known = self.sessions.get(engine)
         if known is not None and known.key == key:
             return known
         self._drop(engine)
-        (found,) = yield from self.wait_for(
-            lambda view: publishing.engine_to_serve(view, engine, sync.version),
-            timeout_s=max(end - self.world.now, 0.0),
-            what=f"engine {engine} to trace its model",
-        )
+        (found,) = yield from self._engine_to_serve(engine, sync, end)
         if found is None:
             return None
         session = Session(self, key, self.rank, [worker.rank for worker in found.workers], self.weights)
         yield from session.connect(end)
         self.sessions[engine] = session
         return session
+
+    def _engine_to_serve(self, engine: str, sync: m.SyncView, end: float) -> Steps[tuple[m.EngineView | None]]:
+        return (
+            yield from self.wait_for(
+                lambda view: publishing.engine_to_serve(view, engine, sync.version),
+                timeout_s=max(end - self.world.now, 0.0),
+                what=f"engine {engine} to trace its model",
+            )
+        )
 
     def _drop(self, engine: str) -> None:
         session = self.sessions.pop(engine, None)
