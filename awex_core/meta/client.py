@@ -92,6 +92,8 @@ class MetaClient:
     With ``tls`` both ends show certificates. A refusal raises ``Unauthorized``,
     ``Fenced``, ``Incompatible`` or ``Refused`` (a ``MetaServerError`` whose ``code`` is that of the
     ``ErrorReply``); silence, and a certificate that is not trusted, raise ``Unreachable``.
+
+    Large because views, values and blobs are asked for over one connection, beside which a view is held.
     """
 
     role: ClassVar[Role] = "observer"
