@@ -21,9 +21,6 @@ StartMode = Literal["closed", "open"]
 SnapshotMode = Literal["wait", "replace"]
 """What a newer version does with a snapshot that engines still need: wait, or replace it where none has begun."""
 
-FanOutMode = Literal["off", "tree"]
-"""Whether engines with equal layouts take a whole version from each other, or each from the trainer."""
-
 DeltaMode = Literal["off", "auto"]
 """Whether a writer rank keeps what an engine holds, and sends what has changed where that is quicker."""
 

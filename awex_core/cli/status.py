@@ -77,8 +77,8 @@ def _limits(process: Process) -> str:
 
 
 def _engines_table(engines: list[EngineView]) -> Table:
-    columns = ("engine", "state", "version", "live", "workers", "pids", "release", "generation", "limits", "reason")
-    table = _table("Engines", *columns)
+    known = ("engine", "group", "state", "version", "label", "live", "workers", "pids")
+    table = _table("Engines", *known, "release", "generation", "limits", "reason")
     for view in engines:
         live = "yes" if view.live else f"gone for {view.gone_s:.0f} s" if view.gone_s else "no"
         world = view.workers[0].world if view.workers else 0
@@ -87,14 +87,20 @@ def _engines_table(engines: list[EngineView]) -> Table:
         limits = _limits(view.workers[0].process) if view.workers else ""
         releases = ", ".join(dict.fromkeys(worker.process.release for worker in view.workers))
         table.add_row(
-            *_plain(view.engine, view.state, str(view.version), live, workers, pids),
+            *_plain(view.engine, _group(view), view.state, str(view.version), view.edition.label, live, workers, pids),
             *_plain(releases, str(view.generation), limits, f"parked: {view.parked}" if view.parked else view.reason),
         )
     return table
 
 
+def _group(view: EngineView) -> str:
+    """Its group, and where that stays."""
+    return view.group if view.pinned is None else f"{view.group}, pinned at {view.pinned}"
+
+
 def _sync_table(sync: SyncView) -> Table:
-    title = f"Version {sync.version}: {sync.state}, ranks {sync.arrived} arrived, verify {sync.verify}"
+    named = f" ({sync.edition.label})" if sync.edition.label else ""
+    title = f"Version {sync.version}{named}: {sync.state}, ranks {sync.arrived} arrived, verify {sync.verify}"
     if sync.state != "done":
         title += f", {sync.remaining_s:.0f} s left"
     if sync.reason:

@@ -12,6 +12,9 @@ from awex_core.sync.controller import EngineController
 HEALTH_PATHS = ("/health", "/health_generate", "/ping")
 """Where load balancers and people ask whether an engine can be used."""
 
+VERSION_HEADER, LABEL_HEADER = b"awex-version", b"awex-label"
+"""Of every answer of an engine: what it served when the answer began."""
+
 _CLOSE_REASON_NBYTES = 120
 """Longest reason that a WebSocket's close may carry is 123 bytes."""
 
@@ -35,7 +38,7 @@ class Gate:
         """Pass the request on, or refuse it."""
         status, reason = self._why_refused(scope)
         if not reason:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, self._naming(scope, send))
         elif scope["type"] == "websocket":
             await receive()  # the client's wish to connect, which is answered like a request
             await send({"type": "websocket.close", "code": 1013, "reason": reason[:_CLOSE_REASON_NBYTES]})
@@ -44,6 +47,23 @@ class Gate:
             body = {"error": {"message": reason, "type": kind, "code": status}}
             headers = {"Retry-After": "1"} if status == 503 else {}
             await JSONResponse(body, status_code=status, headers=headers)(scope, receive, send)
+
+    def _naming(self, scope: Any, send: Any) -> Any:
+        """Have an answer name the version that is served as it begins, and its label."""
+        controller: EngineController | None = None
+        if scope["type"] == "http":
+            controller = getattr(scope["app"].state, "awex_controller", None)
+        if controller is None:
+            return send
+
+        async def named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                served = {VERSION_HEADER: str(controller.version), LABEL_HEADER: controller.label}
+                found = [(name, value.encode()) for name, value in served.items() if value]
+                message = message | {"headers": [*message.get("headers", ()), *found]}
+            await send(message)
+
+        return named
 
     def _why_refused(self, scope: Any) -> tuple[int, str]:
         """Status and reason; no reason when the request may pass."""

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from awex_core.errors import Refused
+from awex_core.meta.admission import lacks
+from awex_core.meta.editions import Editions
 from awex_core.meta.engines import Engine
 from awex_core.meta.limits import MAX_WAIT_S
 from awex_core.meta.members import describe
 from awex_core.meta.messages import AskCatchUp, CatchUpView, Lend, WorkerInfo, WriterInfo
 from awex_core.meta.revision import Revision, of_engine
 from awex_core.meta.sync import Concern, SavedSync, Sync, restore_sync, save_sync
-from awex_core.version import INITIAL, Version
+from awex_core.version import Version
 
 
 @dataclass
@@ -53,11 +55,13 @@ class SavedCatchUps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class CatchUps:
     """At most one catch-up per target: the one on its way, or the last.
 
-    Large because versions, sources, targets and lenders each end some of them in their own way.
+    Large because all that may begin or end one is a method.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], revision: Revision, first_number: int) -> None:
-        self._engines = engines
+    def __init__(
+        self, engines: Mapping[str, Engine], editions: Editions, revision: Revision, first_number: int
+    ) -> None:
+        self._engines, self._editions = engines, editions
         self._revision = revision
         self._by_target: dict[str, CatchUp] = {}
         self._count = first_number
@@ -66,38 +70,20 @@ class CatchUps:
         """Every catch-up whose target is there."""
         return {name: catch_up.view(now) for name, catch_up in self._by_target.items() if name in self._engines}
 
-    def _goes_on(self, target: Engine) -> bool:
-        running = self._by_target.get(target.name)
-        return running is not None and running.sync.state != "done"
-
-    def route(self, target: Engine, version: Sync, message: AskCatchUp, now: float) -> None:
-        """Have an engine take the trainer's version from another one, or where none can give it, from the trainer.
-
-        Raises:
-            Refused: it was never to, or not yet.
-        """
-        _check(message)
-        if self._goes_on(target):
-            return
-        source = version.next_source(target)
-        self._by_target.pop(target.name, None)  # the last one has failed
-        if source:
-            # Until all lend, and from then on: a third is left for another way.
-            timeout_s = min(message.timeout_s, max((version.deadline - now) / 3, 0.1))
-            message = msgspec.structs.replace(message, timeout_s=timeout_s, verify=version.verify)
-            self._begin(self._engines[source], target, message, now)
-
     def ask(self, target: Engine, message: AskCatchUp, now: float) -> None:
         """Start a catch-up into ``target`` from the best engine there is.
 
         Raises:
             Refused: no engine is ahead, or none of those can lend; the message says why each cannot.
         """
-        _check(message)
-        if not self._goes_on(target):
-            self._begin(self._choose(target), target, message, now)
-
-    def _begin(self, source: Engine, target: Engine, message: AskCatchUp, now: float) -> None:
+        if not 0 < message.timeout_s <= MAX_WAIT_S:
+            raise Refused(
+                "invalid", f"timeout_s is {message.timeout_s}; more than 0 and at most {MAX_WAIT_S:g} allowed"
+            )
+        running = self._by_target.get(target.name)
+        if running is not None and running.sync.state != "done":
+            return
+        source = self._choose(target)
         self._count += 1
         sync = Sync(
             version=source.version,
@@ -110,15 +96,18 @@ class CatchUps:
             engines={target.name: target},
             revision=self._revision,
             concern=_concern(source.name, target.name),
+            edition=self._editions.of(source.version),
         )
         self._by_target[target.name] = CatchUp(source.name, target.name, self._count, sync)
         self._revision.due_by(sync.deadline)
         self._revision.advance(*sync.concern.state)
 
     def _choose(self, target: Engine) -> Engine:
-        ahead = [e for e in self._engines.values() if e.live and e.state == "ready" and _is_ahead(e, target)]
+        ahead = [e for e in self._engines.values() if e.live and e.state == "ready" and self._has_for(e, target)]
         if not ahead:
-            raise Refused("invalid", f"no engine is ready at a version newer than {target.version}")
+            pinned = self._editions.pinned(target.group)
+            wanted = f"newer than {target.version}" if pinned is None else f"{pinned}, to which it is pinned"
+            raise Refused("invalid", f"no engine is ready at a version for group {target.group!r} that is {wanted}")
         newest = max(engine.version for engine in ahead)
         reasons = {engine.name: _why_not(engine, newest) for engine in ahead}
         able = sorted(engine.name for engine in ahead if not reasons[engine.name])
@@ -126,6 +115,13 @@ class CatchUps:
             raise Refused("invalid", "; ".join(reasons[name] for name in sorted(reasons)))
         lending = [catch_up.source for catch_up in self._by_target.values() if catch_up.sync.state != "done"]
         return self._engines[min(able, key=lambda name: (lending.count(name), name))]
+
+    def _has_for(self, engine: Engine, target: Engine) -> bool:
+        """Whether an engine has what a target lacks and may have; a torn one lacks its own version."""
+        if not self._editions.admits(target, engine.version, self._editions.of(engine.version)):
+            return False
+        pinned = self._editions.pinned(target.group)
+        return lacks(target.version, engine.version, torn=target.state == "torn", pinned=pinned is not None)
 
     def lend(self, worker: WorkerInfo, message: Lend, now: float) -> None:
         """A worker of the source is ready to be read; the catch-up opens with the last one."""
@@ -156,10 +152,18 @@ class CatchUps:
             if engine in (catch_up.source, catch_up.target):
                 catch_up.sync.end(reason)
 
-    def end(self, reason: str, *, source: str | None = None, but: Version | None = None) -> None:
-        """End all, or those from one engine, whose weights are not what it has offered; ``but`` those to a version."""
+    def end_waiting(self, reason: str) -> None:
+        """End those that have not begun and bring what their target may not have any more."""
         for catch_up in self._by_target.values():
-            if source in (None, catch_up.source) and catch_up.sync.version != but:
+            target, sync = self._engines.get(catch_up.target), catch_up.sync
+            if target is not None and sync.state == "gathering":
+                if not self._editions.admits(target, sync.version, self._editions.of(sync.version)):
+                    sync.end(reason)
+
+    def end(self, reason: str, *, source: str | None = None) -> None:
+        """End all, or those from one engine, whose weights are not what it has offered."""
+        for catch_up in self._by_target.values():
+            if source in (None, catch_up.source):
                 catch_up.sync.end(reason)
 
     def apply_deadlines(self, now: float) -> None:
@@ -195,18 +199,8 @@ class CatchUps:
             self._by_target[one.target] = CatchUp(one.source, one.target, one.number, sync, one.lenders)
 
 
-def _check(message: AskCatchUp) -> None:
-    if not 0 < message.timeout_s <= MAX_WAIT_S:
-        raise Refused("invalid", f"timeout_s is {message.timeout_s}; more than 0 and at most {MAX_WAIT_S:g} allowed")
-
-
 def _concern(source: str, target: str) -> Concern:
     return Concern(state=(of_engine(target), of_engine(source)), senders=(of_engine(source),))
-
-
-def _is_ahead(engine: Engine, target: Engine) -> bool:
-    """Whether an engine has what a target lacks; a torn one lacks its own version."""
-    return engine.version > target.version or (target.state == "torn" and engine.version == target.version > INITIAL)
 
 
 def _why_not(engine: Engine, newest: Version) -> str:

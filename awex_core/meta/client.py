@@ -16,10 +16,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from awex_core.errors import MetaServerError, Refused, SyncTimeout, Unreachable
+from awex_core.errors import Incompatible, MetaServerError, Refused, SyncTimeout, Unreachable
 from awex_core.layout import content_hash
 from awex_core.meta.connection import FIRST_BACKOFF_S, REPLY_S, Backoff, Connection
 from awex_core.meta.messages import (
+    DEFAULT_GROUP,
     MAX_BLOBS,
     Announce,
     Announced,
@@ -27,6 +28,7 @@ from awex_core.meta.messages import (
     AskDigests,
     Blobs,
     DigestsAsked,
+    Edition,
     EngineOutcome,
     EngineState,
     Get,
@@ -45,7 +47,9 @@ from awex_core.meta.messages import (
     Leave,
     Lend,
     Ok,
+    Pin,
     Process,
+    Promote,
     PublishDigest,
     Put,
     ReportEngine,
@@ -80,6 +84,11 @@ BLOB_S = 5.0
 
 A server that was restarted hears of a member before that member has put its blobs again.
 """
+
+EDITIONS_SINCE = 4
+"""Minor version of the protocol from which a server knows that a version may be for some engines only."""
+
+EVERYONE = Edition()
 
 _JOBS = "/v1/jobs"
 
@@ -292,6 +301,15 @@ class MetaClient:
                 f"blob {name} from meta server {self.address} arrived as {len(data)} bytes of another hash"
             )
 
+    def _check_knows(self, minor: int, what: str) -> None:
+        """Raise ``Incompatible`` unless the server speaks a protocol of this minor version."""
+        self.check()
+        theirs = self._connection.release
+        if theirs is None or theirs.minor < minor:
+            raise Incompatible(
+                f"meta server {self.address} is of {theirs}, which does not know {what}: upgrade it first"
+            )
+
     def _blob(self, name: str) -> str:
         return f"{self._path}/blobs/{name}"
 
@@ -314,7 +332,15 @@ class MetaClient:
 
 
 class ObserverClient(MetaClient):
-    """Of people who look on."""
+    """Of people who look on, and say now and then where engines are to go."""
+
+    def pin(self, group: str, version: Version | None) -> None:
+        """Have a group of engines stay at a version, or go back to it; None: it follows again."""
+        self._post(Pin(group=group, version=version), Ok)
+
+    def promote(self, version: Version, groups: Sequence[str] = ()) -> None:
+        """Let more groups of engines have a version, or all."""
+        self._post(Promote(version=version, groups=list(groups)), Ok)
 
     def status(self) -> JobStatus:
         """What people are shown: the view, and the run that is still forming."""
@@ -354,9 +380,9 @@ class WriterClient(SenderClient, ObserverClient):
 
     role = "writer"
 
-    def join_writer(self, info: WriterInfo) -> JoinReply:
+    def join_writer(self, info: WriterInfo, *, guest: bool = False) -> JoinReply:
         """Join as a trainer rank. The reply's ``epoch`` is 0 until all ranks of the run have joined."""
-        return self._post(JoinWriter(info=info), JoinReply)
+        return self._post(JoinWriter(info=info, guest=guest), JoinReply)
 
     def announce(
         self,
@@ -369,12 +395,17 @@ class WriterClient(SenderClient, ObserverClient):
         base: Version = INITIAL,
         whole_because: str = "",
         quorum: int | None = None,
-        fan_out: bool = False,
+        edition: Edition = EVERYONE,
     ) -> JobView | None:
         """This writer rank has reached version ``number``.
 
         Returns the job from then on, for ``wait_for`` to begin with; None from a server of an earlier release.
+
+        Raises:
+            Incompatible: it is for some groups of engines, and the server would send it to all.
         """
+        if edition.groups:
+            self._check_knows(EDITIONS_SINCE, "versions for some engines")
         held = self._held
         message = Announce(
             incarnation=incarnation,
@@ -385,7 +416,7 @@ class WriterClient(SenderClient, ObserverClient):
             base=base,
             whole_because=whole_because,
             quorum=-1 if quorum is None else quorum,
-            fan_out=fan_out,
+            edition=edition,
             watch=self._question(held, 0, 0.0),
         )
         # A version may be done before a lost reply is asked for again: the key tells a repeat from a second one.
@@ -455,6 +486,9 @@ class ControllerClient(MetaClient):
         reason: str = "",
         instance: str = "",
         hearsay: bool = False,
+        group: str = DEFAULT_GROUP,
+        edition: Edition = EVERYONE,
+        pinned: Version | None = None,
     ) -> JoinReply:
         """Stand for election as ``engine``'s controller; one that is not elected calls again to stand by."""
         message = JoinController(
@@ -465,6 +499,9 @@ class ControllerClient(MetaClient):
             reason=reason,
             instance=instance,
             hearsay=hearsay,
+            group=group,
+            edition=edition,
+            pinned=pinned,
         )
         return self._post(message, JoinReply)
 
@@ -505,9 +542,18 @@ class ControllerClient(MetaClient):
         """
         self._post(AskCatchUp(incarnation=incarnation, timeout_s=timeout_s, verify=verify), Ok)
 
-    def set_engine_state(self, incarnation: str, state: EngineState, version: Version, *, reason: str = "") -> None:
-        """The elected controller's word on its engine outside a sync."""
-        self._post(SetEngineState(incarnation=incarnation, state=state, version=version, reason=reason), Ok)
+    def set_engine_state(
+        self,
+        incarnation: str,
+        state: EngineState,
+        version: Version,
+        *,
+        reason: str = "",
+        edition: Edition = EVERYONE,
+    ) -> None:
+        """The elected controller's word on its engine outside a sync; ``edition`` is that of the version."""
+        message = SetEngineState(incarnation=incarnation, state=state, version=version, reason=reason, edition=edition)
+        self._post(message, Ok)
 
 
 def _snake_case(name: str) -> str:

@@ -14,7 +14,7 @@ from urllib3.exceptions import ClosedPoolError, HTTPError, NewConnectionError, P
 from awex_core.errors import Fenced, Incompatible, MetaServerError, Refused, Unauthorized, Unreachable
 from awex_core.meta.addresses import split_addresses
 from awex_core.meta.messages import TOKEN_REMEDY, ErrorReply
-from awex_core.meta.release import HEADER, OURS, why_apart
+from awex_core.meta.release import HEADER, OURS, Release, parse_release, why_apart
 from awex_core.meta.tls import VARIABLES, Tls
 
 CONNECT_S = 5.0
@@ -38,6 +38,8 @@ class Connection:
         self._asked = 0
         """Which of them is asked."""
         self._timeout_s, self._tls = timeout_s, tls
+        self.release: Release | None = None
+        """Of the server that has answered last."""
         self._headers = {"authorization": f"Bearer {token}", HEADER: OURS.header}
         # Not through a proxy: one in the environment is meant for the internet, not for the cluster.
         secure = {"ssl_context": tls.client_context()} if tls else {}
@@ -87,6 +89,7 @@ class Connection:
                     raise put_off or Unreachable(self._silence(asked, limit_s, trouble)) from trouble
                 continue
             if response.status < 300 or (missing_ok and response.status == HTTPStatus.NOT_FOUND):
+                self.release = parse_release(response.headers.get(HEADER, ""))
                 return _understood(response, self._addresses[asked])
             put_off = _refusal(response, self._addresses[asked], method, path)
             code = put_off.code if isinstance(put_off, Refused) else ""

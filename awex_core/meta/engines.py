@@ -11,6 +11,7 @@ from awex_core.errors import Refused
 from awex_core.meta.limits import MAX_REASON, MAX_WAIT_S
 from awex_core.meta.members import AnyMember, Member, Members, describe, where
 from awex_core.meta.messages import (
+    DEFAULT_GROUP,
     AskDigests,
     DigestWish,
     EngineState,
@@ -31,6 +32,8 @@ class Engine:
     """One engine: its workers by rank, its controller, and what the controller last said."""
 
     name: str
+    group: str = DEFAULT_GROUP
+    """Its controller says so."""
     world: int = 0
     controlled: bool = True
     workers: dict[int, Member[WorkerInfo]] = field(default_factory=dict)
@@ -129,6 +132,7 @@ class Engine:
             gone_s=max(gone, default=0.0),
             parked=self.why("released"),
             inherited=self.inherited,
+            group=self.group,
             wish=self.wish if now < self.wish_ends else None,
         )
 
@@ -149,6 +153,7 @@ class SavedEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hearsay_since: float | None = None
     wish: DigestWish | None = None
     wish_ends: float = 0.0
+    group: str = DEFAULT_GROUP
 
 
 class Engines:
@@ -201,6 +206,7 @@ class Engines:
             engine.generation += 1
         members.fences.lift("controller", incarnation)
         engine.controller = members.controllers[incarnation] = members.new_member(message, now)
+        engine.group = message.group
         if old is None or old.gone:
             self._revision.advance(*_shown(engine.name))
 
@@ -258,6 +264,7 @@ class Engines:
                 hearsay_since=engine.hearsay_since,
                 wish=engine.wish,
                 wish_ends=engine.wish_ends,
+                group=engine.group,
             )
             for engine in self.by_name.values()
         ]
@@ -279,6 +286,7 @@ class Engines:
                 hearsay_since=one.hearsay_since,
                 wish=one.wish,
                 wish_ends=one.wish_ends,
+                group=one.group,
             )
 
     def _remove(self, engine: Engine, member: Member[WorkerInfo], by: WorkerInfo) -> str:

@@ -45,6 +45,24 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Fields that are not known here are those of a newer minor version, and ignored. None of these makes a cycle."""
 
 
+DEFAULT_GROUP = "default"
+"""Of engines that were given none."""
+
+Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:/+@-]{0,128}$")]
+"""What people call a version: it travels in HTTP headers too."""
+
+Group = Annotated[
+    str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="1 to 64 characters of A-Z a-z 0-9 . _ -")
+]
+
+
+class Edition(_Message, frozen=True):
+    """What people call a version, and the groups of engines that it is for; none: all."""
+
+    label: Label = ""
+    groups: list[Group] = []
+
+
 class Process(_Message, frozen=True):
     """Where a member runs, as far as its peers need to know.
 
@@ -113,8 +131,6 @@ class WorkerInfo(_Message, frozen=True):
     weights: WeightsState = "held"
     weights_reason: str = ""
     """Which call of the engine's own made them something else than ``held``."""
-    routable: bool = False
-    """Whether it takes a version from another engine where ``EngineSync.source`` says so."""
     sequence: int = 0
     """Rises with everything that changes above: an earlier word that arrives late is not taken."""
 
@@ -156,6 +172,13 @@ class EngineView(_Message, frozen=True):
     """Whether ``said`` and ``version`` are still the word of a controller before the elected one."""
     wish: DigestWish | None = None
     """The last one, until its time is over."""
+    group: str = DEFAULT_GROUP
+    edition: Edition = Edition()
+    """That of its version."""
+    pinned: Version | None = None
+    """Where its group stays, if it does."""
+    order: int = 0
+    """Rises when people have said something of its group: what was given up may be tried again."""
 
 
 class Resend(_Message, frozen=True):
@@ -179,10 +202,6 @@ class EngineSync(_Message, frozen=True):
     """Whether it holds the base of a partial update, and so gets only what has changed."""
     resends: list[Resend] = []
     """In the order in which every writer rank serves them; at most one for each worker."""
-    source: str = ""
-    """The engine that it takes the version from, once that has committed it; empty for the trainer."""
-    tried: list[str] = []
-    """Engines that it has begun to take it from."""
 
 
 DIGEST_NBYTES = 8 * LANES
@@ -221,6 +240,7 @@ class SyncView(_Message, frozen=True):
     """Why it is sent whole although ``only`` names a part: no engine is to build on ``base``."""
     superseded: bool = False
     """Ended unread, in favour of newer weights."""
+    edition: Edition = Edition()
 
 
 class CatchUpView(_Message, frozen=True):
@@ -262,6 +282,13 @@ class Forming(_Message, frozen=True):
     missing: list[int]
 
 
+class Served(_Message, frozen=True):
+    """A version that some engine has served."""
+
+    version: Version
+    label: str = ""
+
+
 class JobStatus(_Message, frozen=True):
     """What ``GET /v1/jobs/{job}`` shows to people, in JSON."""
 
@@ -269,13 +296,18 @@ class JobStatus(_Message, frozen=True):
     lease_s: float
     forming: Forming | None
     view: JobView
+    served: dict[str, list[Served]] = {}
+    """By group, the last versions that its engines have served, newest last."""
 
 
 # Requests. Each is the body of the POST of the same name (``JoinWriter`` -> ``join_writer``).
 
 
 class JoinWriter(_Message, frozen=True):
+    """A ``guest`` does not take the place of a trainer that is there: it is refused."""
+
     info: WriterInfo
+    guest: bool = False
 
 
 class JoinWorker(_Message, frozen=True):
@@ -297,6 +329,10 @@ class JoinController(_Message, frozen=True):
     instance: str = ""
     hearsay: bool = False
     """Whether that is what another process has said of the engine, which this one has not controlled since."""
+    group: Group = DEFAULT_GROUP
+    edition: Edition = Edition()
+    """That of ``version``, and where the group stays: for a server that was restarted."""
+    pinned: Version | None = None
 
 
 class JoinReply(_Message, frozen=True):
@@ -360,8 +396,7 @@ class Announce(_Message, frozen=True):
     base: Version = INITIAL
     whole_because: str = ""
     quorum: int = -1
-    fan_out: bool = False
-    """Whether engines may take a whole version from each other, and not each from the trainer."""
+    edition: Edition = Edition()
     watch: Watch | None = None
     """What the rank would ask for next: the answer brings it along."""
 
@@ -451,6 +486,7 @@ class SetEngineState(_Message, frozen=True):
     state: EngineState
     version: Version
     reason: str = ""
+    edition: Edition = Edition()
 
 
 class AskCatchUp(_Message, frozen=True):
@@ -475,6 +511,20 @@ class AskDigests(_Message, frozen=True):
     engine: str
     manifest: str
     timeout_s: float
+
+
+class Pin(_Message, frozen=True):
+    """A group of engines stays at ``version``, or goes back to it, and takes no other; None: it follows again."""
+
+    group: Group
+    version: Version | None = None
+
+
+class Promote(_Message, frozen=True):
+    """A version that was for some groups is for these too, or for all (none given); they take it from engines."""
+
+    version: Version
+    groups: list[Group] = []
 
 
 class DigestsAsked(_Message, frozen=True):

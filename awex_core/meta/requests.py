@@ -27,6 +27,8 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "ask_catch_up": messages.AskCatchUp,
     "lend": messages.Lend,
     "ask_digests": messages.AskDigests,
+    "pin": messages.Pin,
+    "promote": messages.Promote,
     "put": messages.Put,
     "get": messages.Get,
     "get_blobs": messages.GetBlobs,

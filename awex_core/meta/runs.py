@@ -62,6 +62,13 @@ class Runs:
         self._members.place(run.members, info.rank, self._members.writers, info, now, concerned)
         return run
 
+    def check_free(self, run: str) -> None:
+        """Refuse a run if another one is there, or on its way."""
+        others = [other for other in (self.active, self.forming) if other is not None and other.run != run]
+        there = [member.info for other in others for member in other.members.values() if not member.gone]
+        if there:
+            raise Refused("invalid", f"the job has a trainer ({describe(there[0])}): publish by its write_weights")
+
     def _newest_report(self, info: WriterInfo) -> WriterInfo:
         """What a rank last said of itself: ``info``, unless its weights have moved since it said that."""
         member = self._members.writers.get(info.process.incarnation)

@@ -17,6 +17,7 @@ import msgspec
 
 from awex_core.errors import Fenced, Refused
 from awex_core.meta.catch_ups import CatchUps, SavedCatchUps
+from awex_core.meta.editions import Editions, SavedEditions
 from awex_core.meta.engines import LEASES_UNTIL_DROPPED, Engine, Engines, SavedEngine
 from awex_core.meta.limits import MAX_WAIT_S, Limits
 from awex_core.meta.members import AnyMember, Members, SavedMembers, describe
@@ -25,7 +26,9 @@ from awex_core.meta.messages import (
     AskCatchUp,
     AskDigests,
     DigestsAsked,
+    Edition,
     EngineState,
+    EngineView,
     Get,
     GetReply,
     GiveUp,
@@ -40,6 +43,8 @@ from awex_core.meta.messages import (
     Leave,
     Lend,
     Ok,
+    Pin,
+    Promote,
     PublishDigest,
     Put,
     ReportEngine,
@@ -58,11 +63,15 @@ from awex_core.meta.runs import Runs, SavedRuns
 from awex_core.meta.sync import Sync
 from awex_core.meta.values import Blobs, Keys
 from awex_core.meta.versions import SavedVersions, Versions, check_version
-from awex_core.meta.views import frontier, leave_out
+from awex_core.meta.views import Frontier, Position, frontier, leave_out, position_of
 from awex_core.version import Version
 
 HOUSEKEEPING_S = 30.0
 """How often unreferenced blobs are looked for when nothing else is due."""
+
+
+POSITIONS = 256
+"""Of how many positions (``views.Position``) it is remembered what engines there may be behind."""
 
 
 class SavedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +88,7 @@ class SavedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     catch_ups: SavedCatchUps
     keys: dict[str, tuple[bytes, float]]
     used: float
+    editions: SavedEditions = SavedEditions()
 
 
 class JobStore:
@@ -95,14 +105,16 @@ class JobStore:
         self._members = Members(name, lease_s, self._limits.members, self._revision)
         self._runs = Runs(self._members)
         self._engines = Engines(self._members, self._revision)
-        self._versions = Versions(self._engines.by_name, self._revision)
+        self._editions = Editions(self._engines.by_name, self._revision)
+        self._versions = Versions(self._engines.by_name, self._editions, self._revision)
         # As of revisions: a source that has lent does not take a catch-up after a restart for one from before.
-        self._catch_ups = CatchUps(self._engines.by_name, self._revision, first_revision)
+        self._catch_ups = CatchUps(self._engines.by_name, self._editions, self._revision, first_revision)
         self._blobs = Blobs(self._limits)
         self._keys = Keys(self._limits)
         self._used = -math.inf
-        self._frontier: tuple[tuple[str, Version], ...] = ()
-        self._frontier_seen = self._frontier_changed = -1
+        self._frontiers: dict[Position, Frontier] = {}
+        self._shown: tuple[int, list[EngineView]] = (-1, [])
+        """The engines as of a change of ``STATES``."""
 
     # What others see
 
@@ -123,21 +135,25 @@ class JobStore:
         near = (engine, *self._catch_ups.taken_from(engine))
         common = self._revision.last((TRAINER, VERSION, *map(of_engine, near)))
         if role == "controller":
-            return max(common, self._frontier_change())
+            return max(common, self._frontier_change(engine))
         own = self._engines.by_name.get(engine)
         layouts = {member.info.layout for member in own.workers.values()} if own is not None else ()
         return max(common, self._revision.last(map(of_digest, layouts)))
 
-    def _frontier_change(self) -> int:
-        """The revision at which what other engines may be behind has changed; found out when asked for, not kept."""
-        states = self._revision.last((STATES,))
-        if states != self._frontier_seen:
-            engines = [engine.view(0.0) for engine in self._engines.by_name.values()]
-            found = tuple((name, self._engines.by_name[name].version) for name in frontier(engines))
-            if found != self._frontier:
-                self._frontier, self._frontier_changed = found, states
-            self._frontier_seen = states
-        return self._frontier_changed
+    def _frontier_change(self, name: str) -> int:
+        """The revision at which what an engine may be behind has changed; found out when asked for, not kept."""
+        states, own = self._revision.last((STATES,)), self._engines.by_name.get(name)
+        position = position_of(self._editions.show(own, 0.0) if own is not None else None)
+        known = self._frontiers.get(position, Frontier())
+        if states != known.seen:
+            if self._shown[0] != states:
+                self._shown = states, [self._editions.show(engine, 0.0) for engine in self._engines.by_name.values()]
+            found = tuple((name, self._engines.by_name[name].version) for name in frontier(self._shown[1], position))
+            changed = known.changed if found == known.found else states
+            if len(self._frontiers) > POSITIONS:
+                self._frontiers.clear()
+            known = self._frontiers[position] = Frontier(found, states, changed)
+        return known.changed
 
     def with_digests(self, view: JobView, engine: str | None) -> JobView:
         """A view with the digests of one engine's layouts, or with all."""
@@ -167,7 +183,7 @@ class JobStore:
             revision=self.revision,
             epoch=self._versions.epoch,
             writers=self._runs.present(),
-            engines={name: engine.view(now) for name, engine in sorted(self._engines.by_name.items())},
+            engines={name: self._editions.show(engine, now) for name, engine in sorted(self._engines.by_name.items())},
             sync=sync.view(now, layouts) if sync else None,
             catch_ups=self._catch_ups.views(now),
             last=last.view(now, ()) if last else None,
@@ -176,7 +192,8 @@ class JobStore:
 
     def status(self, now: float) -> JobStatus:
         """The view, and the run that is still forming."""
-        return JobStatus(job=self.name, lease_s=self.lease_s, forming=self._runs.waits_for(), view=self.view(now))
+        view, served = self.view(now), self._editions.history()
+        return JobStatus(job=self.name, lease_s=self.lease_s, forming=self._runs.waits_for(), view=view, served=served)
 
     def abandoned(self, now: float) -> bool:
         """True when no member is there and nobody has asked for anything for as long as idle blobs are kept."""
@@ -189,6 +206,8 @@ class JobStore:
         self._begin(now)
         info = message.info
         self._members.check("writer", info, info.rank, info.world)
+        if message.guest:
+            self._runs.check_free(info.run)
         run = self._runs.join(info, now)
         if run is self._runs.forming and not run.missing():
             reason = self._runs.activate(run, self._versions.epoch)
@@ -227,10 +246,11 @@ class JobStore:
             return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch, elected=False)
         inherits, known = engine.inherited_by(message), engine.controller is not None
         self._engines.elect(engine, message, now)
+        self._editions.learn_pin(message.group, message.pinned)
         if not inherits:
-            self._set_state(engine, message.state, message.version, message.reason)
+            self._set_state(engine, message.state, message.version, message.reason, message.edition)
         elif not known:
-            self._set_state(engine, "updating", message.version, "")
+            self._set_state(engine, "updating", message.version, "", message.edition)
         engine.inherited = inherits
         return JoinReply(lease_s=self.lease_s, epoch=self._versions.epoch, inherits=inherits)
 
@@ -256,7 +276,7 @@ class JobStore:
         self._versions.announce(message, info.rank, run, now)
         sync = self._versions.sync
         if sync is not None and sync.state == "open":  # its engines' weights are about to change
-            self._catch_ups.end(f"the trainer publishes version {sync.version}", but=sync.version)
+            self._catch_ups.end(f"the trainer publishes version {sync.version}")
         return Ok()
 
     def give_up(self, message: GiveUp, now: float) -> Ok:
@@ -327,10 +347,9 @@ class JobStore:
         self._begin(now)
         engine = self._engines.controlled_by(message.incarnation)
         sync = self._versions.sync
-        if sync is None or sync.state != "open":
-            self._catch_ups.ask(engine, message, now)
-        else:
-            self._catch_ups.route(engine, sync, message, now)
+        if sync is not None and sync.state == "open":
+            raise Refused("invalid", f"the trainer publishes version {sync.version}; take part in that")
+        self._catch_ups.ask(engine, message, now)
         return Ok()
 
     def lend(self, message: Lend, now: float) -> Ok:
@@ -352,7 +371,7 @@ class JobStore:
         self._note_commit(sync, engine)
         if message.live and reply.accepted:
             check_version(message.serves)
-            self._set_state(engine, "updating", message.serves, "")
+            self._set_state(engine, "updating", message.serves, "", self._editions.of(message.serves))
             reply = msgspec.structs.replace(reply, live=True)
         return reply
 
@@ -378,12 +397,9 @@ class JobStore:
         return reply
 
     def _note_commit(self, sync: Sync, engine: Engine) -> None:
-        part = sync.parts[engine.name]
-        if part.outcome == "committed":
+        if sync.parts[engine.name].outcome == "committed":
             self._versions.note_commit(engine.name, sync.version)
-            published = self._versions.sync
-            if published is not None and published is not sync and published.version == sync.version:
-                published.take_over(engine.name, part)
+            self._editions.note_served(engine.group, sync.version)
 
     def _joined_by(self, engine: str, version: Version) -> Sync | str:
         """What an engine reports on: a catch-up, or the version that the trainer publishes; else why neither."""
@@ -395,13 +411,32 @@ class JobStore:
         self._begin(now)
         check_version(message.version)
         engine = self._engines.controlled_by(message.incarnation)
-        self._set_state(engine, message.state, message.version, message.reason)
+        self._set_state(engine, message.state, message.version, message.reason, message.edition)
         return Ok()
 
     def ask_digests(self, message: AskDigests, now: float) -> DigestsAsked:
         """Somebody wants to know what an engine's workers hold."""
         self._begin(now)
         return DigestsAsked(number=self._engines.ask_digests(message, now))
+
+    # What people say
+
+    def pin(self, message: Pin, now: float) -> Ok:
+        """A group stays at a version, or follows again. What it has begun to receive it still receives."""
+        self._begin(now)
+        self._editions.pin(message)
+        where = f"pinned at {message.version}" if message.version is not None else "not pinned any more"
+        reason, sync = f"group {message.group} is {where}", self._versions.sync
+        self._catch_ups.end_waiting(reason)
+        if message.version is not None and sync is not None and sync.version != message.version:
+            sync.leave_out(message.group, reason)
+        return Ok()
+
+    def promote(self, message: Promote, now: float) -> Ok:
+        """A version is for more groups than before."""
+        self._begin(now)
+        self._editions.promote(message)
+        return Ok()
 
     # Values
 
@@ -450,6 +485,7 @@ class JobStore:
             engines=self._engines.saved(),
             versions=self._versions.saved(),
             catch_ups=self._catch_ups.saved(),
+            editions=self._editions.saved(),
             keys=self._keys.saved(),
             used=self._used,
         )
@@ -462,6 +498,7 @@ class JobStore:
         store._members.restore(saved.members)
         store._runs.restore(saved.runs)
         store._engines.restore(saved.engines)
+        store._editions.restore(saved.editions)
         store._versions.restore(saved.versions)
         store._catch_ups.restore(saved.catch_ups)
         store._keys.restore(saved.keys)
@@ -530,6 +567,6 @@ class JobStore:
             self._revision.advance()
         self._revision.due_by(now + LEASES_UNTIL_DROPPED * self.lease_s)
 
-    def _set_state(self, engine: Engine, state: EngineState, version: Version, reason: str) -> None:
+    def _set_state(self, engine: Engine, state: EngineState, version: Version, reason: str, edition: Edition) -> None:
         self._engines.set_state(engine, state, version, reason)
-        self._versions.see(version, engine.name, writing=self._runs.active is not None)
+        self._versions.see(version, engine.name, edition, writing=self._runs.active is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,10 +10,10 @@ import msgspec
 from awex_core.errors import Refused
 from awex_core.meta.digests import Digests
 from awex_core.meta.engines import Engine
-from awex_core.meta.fan_out import routes
 from awex_core.meta.limits import MAX_REASON
 from awex_core.meta.members import describe
 from awex_core.meta.messages import (
+    Edition,
     EngineOutcome,
     EngineSync,
     PublishDigest,
@@ -42,6 +42,11 @@ class Concern:
     senders: tuple[str, ...]
 
 
+def anyone(_: Engine) -> bool:
+    """A version is for every engine."""
+    return True
+
+
 OF_TRAINER = Concern(state=(VERSION,), senders=(SENDING,))
 
 
@@ -66,6 +71,9 @@ class Sync:
     """All engines of the job, at any time."""
     revision: Revision
     concern: Concern = OF_TRAINER
+    edition: Edition = field(default_factory=Edition)
+    admits: Callable[[Engine], bool] = anyone
+    """Whether an engine may take part, see ``admission.admits``."""
     state: SyncState = "gathering"
     arrived: set[int] = field(default_factory=set)
     parts: dict[str, EngineSync] = field(default_factory=dict)
@@ -78,8 +86,6 @@ class Sync:
     """Why no engine is sent ``only`` some tensors: a writer rank does not build on ``base``."""
     quorum: int | None = 0
     """Engines that have to commit before it ends without those that are parked; None: it waits for them."""
-    fan_out: bool = False
-    """Whether engines may take it from each other."""
 
     def view(self, now: float, layouts: Collection[str] | None = None) -> SyncView:
         """As others see it, with the digests of these layouts, or all."""
@@ -96,6 +102,7 @@ class Sync:
             remaining_s=0.0 if self.state == "done" else max(0.0, self.deadline - now),
             reason=self.reason,
             superseded=self.superseded,
+            edition=self.edition,
         )
 
     def _shown(self, name: str) -> EngineSync:
@@ -127,6 +134,15 @@ class Sync:
         reason = f"writer rank {rank}: {why or f'its last version is {base}, and {known}'}"
         self.whole_because = reason[:MAX_REASON]
 
+    def compare_edition(self, rank: int, edition: Edition) -> None:
+        """Refuse a rank that calls it something else than the others, or means other engines."""
+        if edition != self.edition:
+            raise Refused(
+                "invalid",
+                f"writer rank {rank} announces {self.version} as {edition}, ranks {sorted(self.arrived)} as"
+                f" {self.edition}; all ranks must give the same label and groups",
+            )
+
     def ask_for(self, quorum: int) -> None:
         """What a rank takes for enough: the version is as patient as the most patient of its ranks."""
         self.quorum = None if quorum < 0 or self.quorum is None else max(quorum, self.quorum)
@@ -153,65 +169,22 @@ class Sync:
         self.revision.advance(*self.concern.state)
         self.revision.due_by(self.deadline)
         for name, engine in self.engines.items():
+            if not self.admits(engine):
+                continue
             if engine.live and engine.state == "refused":
                 reason = f"it refuses the trainer's model: {engine.reason}"
                 self.parts[name] = EngineSync(outcome="failed", generation=engine.generation, reason=reason)
             elif engine.live:
                 partial = bool(self.only) and not self.whole_because and self._holds_base(engine)
                 self.parts[name] = EngineSync(outcome="pending", generation=engine.generation, partial=partial)
-        self._route(now)
         self._end_if_done()
         self.leave_parked()
-
-    def _route(self, now: float) -> None:
-        """Have engines take it from each other, if they may and all of it comes."""
-        if not self.fan_out or any(part.partial for part in self.parts.values()):
-            return
-        engines = [self.engines[name].view(now) for name in self.pending()]
-        for name, source in routes(engines).items():
-            self.parts[name] = msgspec.structs.replace(self.parts[name], source=source)
-
-    def next_source(self, target: Engine) -> str:
-        """Where an engine that takes it from others does so now: first where it was to, then who else has it.
-
-        Where nobody has it that was not tried, the trainer serves it: empty.
-
-        Raises:
-            Refused: it takes it from the trainer, or the engine where it was to has not decided yet.
-        """
-        part = self.parts.get(target.name)
-        if part is None or part.outcome in TERMINAL or not part.source:
-            raise Refused("invalid", f"the trainer publishes version {self.version}; take part in that")
-        first = self.parts.get(part.source)
-        if first is not None and first.outcome not in TERMINAL and part.source not in part.tried:
-            raise Refused("invalid", f"engine {part.source} has not committed version {self.version} yet")
-        having = [name for name in sorted(self.parts) if self._can_lend(name) and name not in part.tried]
-        source = part.source if part.source in having else next(iter(having), "")
-        tried, generation = [*part.tried, *([source] if source else [])], target.generation
-        self.parts[target.name] = msgspec.structs.replace(part, source=source, tried=tried, generation=generation)
-        self.revision.advance(of_engine(target.name), *self.concern.senders)
-        return source
-
-    def _can_lend(self, name: str) -> bool:
-        engine = self.engines.get(name)
-        there = engine is not None and engine.live and engine.state == "ready" and engine.version == self.version
-        return there and self.parts[name].outcome == "committed"
-
-    def take_over(self, name: str, copy: EngineSync) -> None:
-        """An engine has committed it that took it from another, as ``copy`` says."""
-        if self.state == "open" and name in self.pending():
-            self._update_figures(name, copy.figures)
-            self._record(name, "committed")
 
     def _holds_base(self, engine: Engine) -> bool:
         return engine.state == "ready" and engine.version == self.base
 
     def leave_parked(self) -> None:
-        """End it for engines whose weights are not in memory, when as many have committed as the trainer asked for.
-
-        Nobody waits for such a one as a source.
-        """
-        self._leave_parked_sources()
+        """End it for engines whose weights are not in memory, when as many have committed as the trainer asked for."""
         committed = sum(part.outcome == "committed" for part in self.parts.values())
         if self.state != "open" or self.quorum is None or committed < self.quorum:
             return
@@ -221,15 +194,12 @@ class Sync:
         for name, why in parked.items():
             self.fail(name, f"{why}; the version went on without it, with {committed} of the {self.quorum} asked for")
 
-    def _leave_parked_sources(self) -> None:
-        for name, part in self.parts.items():
-            source = self.engines.get(part.source)
-            waits = (
-                part.outcome == "pending" and not part.tried and self.parts.get(part.source, part).outcome == "pending"
-            )
-            if waits and source is not None and source.why("released"):
-                self.parts[name] = msgspec.structs.replace(part, source="")
-                self.revision.advance(of_engine(name), *self.concern.senders)
+    def leave_out(self, group: str, reason: str) -> None:
+        """Fail the engines of a group that have not begun."""
+        for name in self.pending():
+            engine = self.engines.get(name)
+            if engine is not None and engine.group == group and name not in self.reading():
+                self.fail(name, reason)
 
     def _end_if_done(self) -> None:
         if self.state == "open" and not self.pending():
@@ -357,8 +327,7 @@ class Sync:
 
     def _record(self, name: str, outcome: EngineOutcome, reason: str = "") -> None:
         self.parts[name] = msgspec.structs.replace(self.parts[name], outcome=outcome, reason=reason[:MAX_REASON])
-        after = [of_engine(each) for each, part in self.parts.items() if part.source == name]
-        self.revision.advance(of_engine(name), *after, *(self.concern.senders if outcome == "failed" else (STATES,)))
+        self.revision.advance(of_engine(name), *(self.concern.senders if outcome == "failed" else (STATES,)))
         self._end_if_done()
         self.leave_parked()
 
@@ -425,7 +394,7 @@ class SavedSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     superseded: bool
     whole_because: str = ""
     quorum: int | None = None
-    fan_out: bool = False
+    edition: Edition = Edition()
 
 
 def save_sync(sync: Sync) -> SavedSync:
@@ -435,11 +404,15 @@ def save_sync(sync: Sync) -> SavedSync:
 
 
 def restore_sync(
-    saved: SavedSync, engines: Mapping[str, Engine], revision: Revision, concern: Concern = OF_TRAINER
+    saved: SavedSync,
+    engines: Mapping[str, Engine],
+    revision: Revision,
+    concern: Concern = OF_TRAINER,
+    admits: Callable[[Engine], bool] = anyone,
 ) -> Sync:
     """The version as it was."""
     fields = msgspec.structs.asdict(saved) | {"digests": Digests(saved.digests)}
-    return Sync(engines=engines, revision=revision, concern=concern, **fields)
+    return Sync(engines=engines, revision=revision, concern=concern, admits=admits, **fields)
 
 
 def _answer(engine: str, before: EngineSync, claimed: EngineOutcome) -> ReportReply:

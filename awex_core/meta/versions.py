@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from awex_core.errors import Fenced, Refused
+from awex_core.meta.editions import Editions
 from awex_core.meta.engines import Engine
 from awex_core.meta.limits import MAX_NUMBER, MAX_REASON, MAX_WAIT_S
-from awex_core.meta.messages import Announce
+from awex_core.meta.messages import Announce, Edition
 from awex_core.meta.revision import SENDING, STATES, TRAINER, VERSION, Revision, of_digest, of_engine
 from awex_core.meta.runs import Run
 from awex_core.meta.sync import SavedSync, Sync, restore_sync, save_sync
@@ -32,7 +33,7 @@ class Versions:
     ``last`` is the one before it, which some members may not have seen the end of.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], revision: Revision) -> None:
+    def __init__(self, engines: Mapping[str, Engine], editions: Editions, revision: Revision) -> None:
         self.epoch = 0
         self.sync: Sync | None = None
         self.last: Sync | None = None
@@ -42,7 +43,7 @@ class Versions:
         """By engine, the newest version of this epoch that it has committed here."""
         self._given_up: dict[int, dict[int, str]] = {}
         """Of the number that comes next: by rank, why it cannot publish that."""
-        self._engines = engines
+        self._engines, self._editions = engines, editions
         self._revision = revision
 
     def begin_epoch(self, reason: str) -> None:
@@ -58,8 +59,8 @@ class Versions:
                 engine.said, engine.said_reason = "ready", ""
         self._revision.advance(TRAINER, SENDING, STATES, *map(of_engine, self._engines))
 
-    def see(self, version: Version, engine: str, *, writing: bool) -> None:
-        """Never hand out a version that is not newer than one an engine serves.
+    def see(self, version: Version, engine: str, edition: Edition, *, writing: bool) -> None:
+        """Never hand out a version that is not newer than one an engine serves, as ``edition`` if that is not known.
 
         A version of this epoch that was not committed here is from before this server started, and
         what is announced under its number now is something else: the epoch then rises above it,
@@ -68,7 +69,9 @@ class Versions:
         self._highest_epoch = max(self._highest_epoch, version.epoch)
         known = self._committed.get(engine, Version(self.epoch, -1))
         if writing and version > known:
+            self._editions.keep(version, edition)
             self.begin_epoch(f"engine {engine} serves {version}, from before this meta server started")
+        self._editions.learn(version, edition)
 
     def announce(self, message: Announce, rank: int, run: Run, now: float) -> None:
         """A rank of the active run has reached a number: the current one, or a newer one."""
@@ -83,6 +86,7 @@ class Versions:
             if sync.state == "gathering":
                 sync.compare_base(rank, message.base, message.whole_because)
                 sync.ask_for(message.quorum)
+            sync.compare_edition(rank, message.edition)
             sync.arrive(rank, message.verify, message.only, now)
 
     def give_up(self, number: int, rank: int, reason: str) -> None:
@@ -152,8 +156,15 @@ class Versions:
     def restore(self, saved: SavedVersions) -> None:
         self.epoch, self._highest_epoch, self._last_number = saved.epoch, saved.highest_epoch, saved.last_number
         self._committed, self._given_up = saved.committed, saved.given_up
-        self.sync = restore_sync(saved.sync, self._engines, self._revision) if saved.sync else None
-        self.last = restore_sync(saved.last, self._engines, self._revision) if saved.last else None
+        self.sync = self._restored(saved.sync) if saved.sync else None
+        self.last = self._restored(saved.last) if saved.last else None
+
+    def _restored(self, saved: SavedSync) -> Sync:
+        admits = self._admits(saved.version, saved.edition)
+        return restore_sync(saved, self._engines, self._revision, admits=admits)
+
+    def _admits(self, version: Version, edition: Edition) -> Callable[[Engine], bool]:
+        return lambda engine: self._editions.admits(engine, version, edition)
 
     def _gather(self, message: Announce, rank: int, run: Run, now: float) -> Sync:
         """Start a version. A rank that goes on no longer holds the earlier one's weights, so that one ends."""
@@ -173,8 +184,10 @@ class Versions:
             world=run.world,
             engines=self._engines,
             revision=self._revision,
-            fan_out=message.fan_out,
+            edition=message.edition,
+            admits=self._admits(version, message.edition),
         )
+        self._editions.keep(version, message.edition)
         self._revision.due_by(self.sync.deadline)
         self._revision.advance(VERSION)
         if self.last is not None:

@@ -13,10 +13,13 @@ gets only what has changed since (``leave_out``; the client puts it together aga
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
-from awex_core.meta.messages import CatchUpView, EngineSync, EngineView, JobView, Role, SyncView
+from awex_core.meta.admission import admits
+from awex_core.meta.messages import DEFAULT_GROUP, CatchUpView, EngineSync, EngineView, JobView, Role, SyncView
+from awex_core.version import Version
 
 _replace = msgspec.structs.replace
 
@@ -50,7 +53,9 @@ def _for_worker(view: JobView, engine: str) -> JobView:
 
 def _for_controller(view: JobView, engine: str) -> JobView:
     catch_ups = _catch_ups(view, engine)
-    engines = {name: _replace(view.engines[name], workers=[]) for name in frontier(view.engines.values())}
+    position = position_of(view.engines.get(engine))
+    ahead = frontier(view.engines.values(), position)
+    engines = {name: _replace(view.engines[name], workers=[]) for name in ahead}
     engines |= {name: seen for name, seen in view.engines.items() if name == engine or name in catch_ups}
 
     def part(sync: SyncView | None) -> SyncView | None:
@@ -83,9 +88,28 @@ def _catch_ups(view: JobView, engine: str) -> dict[str, CatchUpView]:
     return {name: found for name, found in view.catch_ups.items() if engine in (name, found.source)}
 
 
-def frontier(engines: Iterable[EngineView]) -> tuple[str, ...]:
-    """The engines that others may be behind: one at the newest version, and one at the newest that can be taken."""
-    found = sorted(engines, key=lambda seen: (seen.version, seen.engine))
+Position = tuple[str, Version | None]
+"""The group of an engine, and where that is pinned: what it may be behind depends on these."""
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What those in one position may be behind, as of the change ``seen`` of states; ``changed``: since when."""
+
+    found: tuple[tuple[str, Version], ...] = ()
+    seen: int = -1
+    changed: int = -1
+
+
+def position_of(seen: EngineView | None) -> Position:
+    """Of an engine, or of one that has not joined yet."""
+    return (seen.group, seen.pinned) if seen is not None else (DEFAULT_GROUP, None)
+
+
+def frontier(engines: Iterable[EngineView], position: Position) -> tuple[str, ...]:
+    """The engines that one may be behind: one at the newest version for it, and one at the newest that can be taken."""
+    for_it = (seen for seen in engines if admits(seen.edition, seen.version, *position))
+    found = sorted(for_it, key=lambda seen: (seen.version, seen.engine))
     able = [seen for seen in found if seen.live and seen.state == "ready"]
     return tuple(dict.fromkeys(seen.engine for seen in (*found[-1:], *able[-1:])))
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from awex_core.meta.admission import admits, lacks
 from awex_core.meta.messages import (
+    DEFAULT_GROUP,
     CatchUpView,
     DigestWish,
+    Edition,
     EngineState,
-    EngineSync,
     EngineView,
     JobView,
     SyncView,
@@ -50,6 +52,8 @@ class Standing:
 
     engine: str
     instance: str
+    group: str = DEFAULT_GROUP
+    """Of engines, that this one belongs to."""
     incarnation: str = ""
     """Of the process, once it has joined."""
     role: Role = Role.JOINS
@@ -57,6 +61,12 @@ class Standing:
     state: EngineState = "ready"
     version: Version = INITIAL
     reason: str = ""
+    edition: Edition = field(default_factory=Edition)
+    """That of ``version``."""
+    pinned: Version | None = None
+    """Where its group stays, as far as it has been told."""
+    order: int = 0
+    """Which word of people on its group was the last that it has seen."""
     weights: WeightsState = "held"
     """What the workers' memory was when it was last looked at."""
     weights_reason: str = ""
@@ -89,9 +99,9 @@ class Standing:
         """The state as people are shown it: what is known of the memory counts more than what was last committed."""
         return SHOWN.get(self.weights, self.state) if self.state == "ready" else self.state
 
-    def committed(self, version: Version) -> None:
+    def committed(self, version: Version, edition: Edition) -> None:
         """All workers hold a version, and the meta server has recorded it."""
-        self.state, self.version, self.reason = "ready", version, ""
+        self.state, self.version, self.reason, self.edition = "ready", version, "", edition
         self.weights, self.weights_reason, self.behind = "held", "", None
 
 
@@ -190,11 +200,24 @@ def adopt(me: Standing, seen: EngineView | None) -> None:
     """Show what another process says of this engine, and not of one that had this name before."""
     if seen is not None and seen.instance == me.instance:
         me.state, me.version, me.reason = seen.said, seen.version, seen.reason
+        me.edition = seen.edition
+
+
+def hear_people(me: Standing, seen: EngineView | None) -> None:
+    """What people have said of this engine's group and version; what was given up before may be tried again."""
+    if seen is None or not seen.controller:
+        return  # a server that has not heard of this engine does not know either
+    me.pinned = seen.pinned
+    if seen.version == me.version:
+        me.edition = seen.edition
+    if seen.order != me.order:
+        me.order = seen.order
+        me.given_up.clear()
 
 
 def take_over(me: Standing, seen: EngineView) -> None:
     """Go on from what the process before has last said: ``updating``, said before the first live byte, is torn."""
-    me.state, me.version, me.reason = seen.said, seen.version, seen.reason
+    me.state, me.version, me.reason, me.edition = seen.said, seen.version, seen.reason, seen.edition
     me.role, me.succeeds = Role.CONTROLS, True
     if me.state == "updating":
         me.state, me.reason = "torn", "the process that controlled this engine fell silent during an update"
@@ -225,13 +248,15 @@ def must_look(me: Standing, seen: EngineView | None) -> bool:
 
 
 def catch_ups_to_lend(me: Standing, view: JobView) -> list[tuple[str, CatchUpView]]:
-    """The catch-ups from this engine that its workers have not been told of, by target."""
-    return [
+    """The next catch-up from this engine that its workers have not been told of, by target: one after the other."""
+    mine = {target: catch_up for target, catch_up in view.catch_ups.items() if catch_up.source == me.engine}
+    busy = any(catch_up.sync.state != "done" and catch_up.number in me.lent for catch_up in mine.values())
+    waiting = [
         (target, catch_up)
-        for target, catch_up in view.catch_ups.items()
-        if catch_up.source == me.engine and catch_up.sync.state == "gathering"
-        if me.state == "ready" and catch_up.number not in me.lent
+        for target, catch_up in mine.items()
+        if catch_up.sync.state == "gathering" and catch_up.number not in me.lent
     ]
+    return sorted(waiting, key=lambda each: each[1].number)[:1] if me.state == "ready" and not busy else []
 
 
 def on_its_way(me: Standing, view: JobView) -> SyncView | None:
@@ -245,16 +270,18 @@ def version_to_catch_up_with(me: Standing, view: JobView, policy: Policy) -> Ver
 
     The next one comes from the trainer, or from an engine that has that.
     """
-    others = [engine.version for engine in view.engines.values() if engine.live and engine.state == "ready"]
-    ahead = [version for version in others if wants(me, version)]
+    others = [engine for engine in view.engines.values() if engine.live and engine.state == "ready"]
+    ahead = [engine.version for engine in others if wants(me, engine)]
     if not ahead or not policy.catch_up or me.state not in ("ready", "torn"):
         return None
     return max(ahead) if max(ahead) not in me.given_up else None
 
 
-def wants(me: Standing, version: Version) -> bool:
-    """Whether another engine's version is of use here: a newer one, or when torn the same once more."""
-    return version > me.version or (me.state == "torn" and version == me.version > INITIAL)
+def wants(me: Standing, other: EngineView) -> bool:
+    """Whether another engine's version may be taken here, and is of use."""
+    if not admits(other.edition, other.version, me.group, me.pinned):
+        return False
+    return lacks(me.version, other.version, torn=me.state == "torn", pinned=me.pinned is not None)
 
 
 def catch_up_opened(view: JobView, engine: str) -> tuple[SyncView | None] | None:
@@ -278,6 +305,7 @@ def tasks(me: Standing, view: JobView, policy: Policy) -> Iterator[Task]:
     """
     seen = view.engines.get(me.engine)
     me.role = role_in_view(me, seen)
+    hear_people(me, seen)
     if me.role is Role.STANDS_BY:
         adopt(me, seen)
         if seen is None or not seen.controller:
@@ -316,27 +344,12 @@ def _of_controller(me: Standing, seen: EngineView | None, view: JobView, policy:
     yield from _weights_to_take(me, view, policy)
 
 
-def may_ask(sync: SyncView, mine: EngineSync) -> bool:
-    """Whether an engine's source has committed the version, or will not: then the meta server finds another way."""
-    source = sync.engines.get(mine.source)
-    return source is None or source.outcome in ("committed", "failed")
-
-
-def _version_to_take(me: Standing, sync: SyncView, view: JobView) -> Iterator[Task]:
-    """The trainer's version, from where this engine takes it."""
-    mine = sync.engines.get(me.engine)
-    if mine is None or mine.outcome != "pending":
-        return
-    if not mine.source:
-        yield TakeVersion(sync, seen_by_controller(view, me.engine, sync))
-    elif may_ask(sync, mine):
-        yield CatchUp(sync.version)
-
-
 def _weights_to_take(me: Standing, view: JobView, policy: Policy) -> Iterator[Task]:
     sync = on_its_way(me, view)
     if sync is not None:
-        yield from _version_to_take(me, sync, view)
+        mine = sync.engines.get(me.engine)
+        if mine is not None and mine.outcome == "pending":
+            yield TakeVersion(sync, seen_by_controller(view, me.engine, sync))
         return
     ahead = version_to_catch_up_with(me, view, policy)
     if ahead is not None:
@@ -346,12 +359,19 @@ def _weights_to_take(me: Standing, view: JobView, policy: Policy) -> Iterator[Ta
         yield Do.LOAD
 
 
-def newest(view: JobView) -> Version:
-    """The newest version that the job has had: one that some engine serves, or that was published to nobody."""
-    served = [engine.version for engine in view.engines.values()]
+def newest(me: Standing, view: JobView) -> Version:
+    """The newest version that the job has had for an engine: one that some serve, or that was published to nobody."""
+    found = [(engine.version, engine.edition) for engine in view.engines.values()]
     ended = [sync for sync in (view.sync, view.last) if sync is not None and sync.state == "done"]
     # One whose ranks never came together was not published.
-    return max([INITIAL, *served, *(sync.version for sync in ended if sync.engines or not sync.reason)])
+    found += [(sync.version, sync.edition) for sync in ended if sync.engines or not sync.reason]
+    mine = [version for version, edition in found if admits(edition, version, me.group, me.pinned)]
+    return max([INITIAL, *mine])
+
+
+def is_current(me: Standing, view: JobView) -> bool:
+    """Whether an engine serves what it should, as far as the job has it."""
+    return me.version == me.pinned if me.pinned is not None else me.version >= newest(me, view)
 
 
 def model_in(view: JobView) -> str:

@@ -7,11 +7,12 @@ from awex_core.meta.messages import CatchUpView, JobView, Resend, WeightsState
 from awex_core.protocol.sessions import has_traced
 
 
-def check_can_lend(whose: str, *, traced: bool, whole: bool, weights: WeightsState, reason: str) -> None:
+def check_can_lend(whose: str, *, lends: bool, traced: bool, whole: bool, weights: WeightsState, reason: str) -> None:
     """Whether a worker may offer its weights to another engine.
 
     Args:
         whose: names the worker.
+        lends: whether it lends to an engine now.
         traced: whether its model has been traced.
         whole: whether its memory is all that the checkpoint has: nothing was replaced after loading.
         weights: what its memory is.
@@ -20,6 +21,8 @@ def check_can_lend(whose: str, *, traced: bool, whole: bool, weights: WeightsSta
     Raises:
         TransferError: it may not, and why.
     """
+    if lends:
+        raise TransferError(f"{whose} still lends to another engine")
     if not traced or not whole or weights != "held":
         raise TransferError(f"{whose} has nothing to lend{f': {reason}' if reason else ''}")
 

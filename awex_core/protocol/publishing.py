@@ -77,8 +77,6 @@ def engine_to_serve(view: JobView, engine: str, version: Version) -> tuple[Engin
     part = sync.engines.get(engine) if sync is not None and sync.version == version else None
     if part is None or part.outcome in ("failed", "committed"):
         return (None,)
-    if part.source:
-        return None  # another engine serves it, unless that fails
     found = view.engines.get(engine)
     manifest = view.writers[0].manifest if view.writers else ""
     ready = found is not None and found.workers and has_traced(manifest, found, found.workers[0].world)

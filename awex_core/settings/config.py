@@ -10,16 +10,7 @@ from typing import Any
 from awex_core.errors import ConfigError
 from awex_core.meta.addresses import split_addresses
 from awex_core.meta.tls import Tls
-from awex_core.modes import (
-    DeltaMode,
-    FanOutMode,
-    NonFiniteMode,
-    ReceiveMode,
-    ShadowFallback,
-    SnapshotMode,
-    StartMode,
-    VerifyMode,
-)
+from awex_core.modes import DeltaMode, NonFiniteMode, ReceiveMode, ShadowFallback, SnapshotMode, StartMode, VerifyMode
 from awex_core.settings.convert import (
     CountOrZero,
     DeltaBase,
@@ -61,7 +52,6 @@ VARIABLES = {
     "delta_whole_every": "AWEX_DELTA_WHOLE_EVERY",
     "delta_base": "AWEX_DELTA_BASE",
     "address": "AWEX_ADDRESS",
-    "fan_out": "AWEX_FAN_OUT",
 }
 """Each field's variable; ``token`` and ``tls`` are files' affairs."""
 
@@ -123,8 +113,6 @@ class SyncConfig:
     """Where a writer rank keeps what an engine holds: ``host`` memory, or ``disk:/FOLDER``."""
     address: str = ""
     """IP address at which others reach this process; empty for that by which it reaches the meta server."""
-    fan_out: FanOutMode = "off"
-    """Whether the engines of a trainer take whole versions from each other: ``tree``, or each from the trainer."""
 
     def __post_init__(self) -> None:
         check(self)

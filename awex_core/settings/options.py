@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from awex_core.checkpoint.description import read_headers
 from awex_core.errors import ConfigError
 from awex_core.meta.client import MetaClient
+from awex_core.meta.messages import DEFAULT_GROUP, Group
 from awex_core.modes import ReceiveMode, StartMode
 from awex_core.settings.config import SyncConfig
 from awex_core.settings.convert import CountOrZero, SecondsOrZero, argument, check, read
@@ -32,6 +33,7 @@ FLAGS = {
     "weight_sync_transport": "AWEX_TRANSPORT",
     "weight_sync_allow_slow_transport": "AWEX_ALLOW_SLOW_TRANSPORT",
     "weight_sync_engine": "AWEX_ENGINE",
+    "weight_sync_group": "AWEX_GROUP",
     "weight_sync_kv": "AWEX_KV",
     "weight_sync_receive": "AWEX_RECEIVE",
     "weight_sync_repair_checkpoint": "AWEX_REPAIR_CHECKPOINT",
@@ -46,6 +48,7 @@ _INSTANCE = "AWEX_ENGINE_INSTANCE"
 
 VARIABLES = {
     "engine": "AWEX_ENGINE",
+    "group": "AWEX_GROUP",
     "workers": "AWEX_ENGINE_WORKERS",
     "kv": "AWEX_KV",
     "require_version": "AWEX_REQUIRE_VERSION",
@@ -66,6 +69,7 @@ class EngineOptions:
     """
 
     engine: str = ""
+    group: Group = DEFAULT_GROUP
     workers: CountOrZero = 0
     kv: KvMode = "recompute"
     require_version: bool = False
@@ -112,6 +116,12 @@ def add_flags(parser: Any, backend_action: str | type[argparse.Action] = "store"
         "that names the cause; else it is an error",
     )
     group.add_argument("--weight-sync-engine", default=None, help="this engine's name in the job")
+    group.add_argument(
+        "--weight-sync-group",
+        default=None,
+        metavar="NAME",
+        help="the group of engines that this one belongs to (default: default); a version may be for some groups only",
+    )
     group.add_argument(
         "--weight-sync-kv",
         choices=get_args(KvMode),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from awex_core.errors import AwexError, MetaServerError, Refused
+import msgspec
+
+from awex_core.errors import AwexError, ConfigError, MetaServerError, Refused
 from awex_core.meta.client import WriterClient
-from awex_core.meta.messages import JobView, SyncView
+from awex_core.meta.messages import Edition, JobView, SyncView
 from awex_core.modes import VerifyMode
 from awex_core.protocol.publishing import Base, announced
 from awex_core.sync.membership import WriterMembership
@@ -26,6 +28,20 @@ The server ends every version at its limit; only a server that is gone makes thi
 """
 
 
+def edition_of(label: str, groups: Collection[str]) -> Edition:
+    """What a version is called, and whom it is for.
+
+    Raises:
+        ConfigError: a label or a group cannot be what it is.
+    """
+    if isinstance(groups, str):
+        raise ConfigError(f"groups={groups!r} is a string; give a list of names, such as [{groups!r}]")
+    try:
+        return msgspec.convert({"label": label, "groups": sorted({*groups})}, Edition)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"label={label!r}, groups={[*groups]!r}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Announcement:
     """One version, as its ranks announce it; the fields are those of ``WeightWriter.write_weights``."""
@@ -36,7 +52,7 @@ class Announcement:
     only: tuple[str, ...]
     base: Base
     quorum: int | None
-    fan_out: bool
+    edition: Edition
 
 
 class Announcing:
@@ -70,7 +86,7 @@ class Announcing:
             base=version.base.version,
             whole_because=version.base.why,
             quorum=version.quorum,
-            fan_out=version.fan_out,
+            edition=version.edition,
         )
 
     def give_up(self, number: int, error: Exception) -> None:

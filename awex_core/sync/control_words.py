@@ -51,14 +51,20 @@ class ControlWords:
             reason=me.reason,
             instance=me.instance,
             hearsay=is_hearsay(me.role),
+            group=me.group,
+            edition=me.edition,
+            pinned=me.pinned,
         )
         me.role = role_after_joining(elected=reply.elected, inherits=reply.inherits)
         return reply.lease_s
 
     async def report_state(self, state: EngineState, reason: str) -> None:
         """Say what the engine is; raises if that was not heard."""
-        version = self.me.version
-        await self.call(lambda: self._client.set_engine_state(self.me.incarnation, state, version, reason=reason))
+        me = self.me
+        version, edition = me.version, me.edition
+        await self.call(
+            lambda: self._client.set_engine_state(me.incarnation, state, version, reason=reason, edition=edition)
+        )
 
     async def set_state(self, state: EngineState, reason: str) -> None:
         """Say what the engine is from now on; if that is not heard, it is said again with a later view."""

@@ -35,8 +35,8 @@ from awex_core import stacks
 from awex_core.errors import AwexError, MetaServerError
 from awex_core.meta.client import ControllerClient
 from awex_core.meta.leases import LeaseKeeper
-from awex_core.meta.messages import EngineState, JobView
-from awex_core.protocol.controlling import Policy, Standing, adopt, model_in, newest, tasks
+from awex_core.meta.messages import DEFAULT_GROUP, EngineState, JobView
+from awex_core.protocol.controlling import Policy, Standing, adopt, hear_people, model_in, newest, tasks
 from awex_core.settings.config import SyncConfig
 from awex_core.settings.options import EngineOptions
 from awex_core.sync.bounded_host import BoundedHost
@@ -58,10 +58,20 @@ _LOOK_S = 2.0
 
 
 class EngineController:
-    """The control task of one engine, in one process that accepts its requests."""
+    """The control task of one engine, in one process that accepts its requests.
+
+    Large because what people and gates ask of an engine is a property each.
+    """
 
     def __init__(
-        self, host: EngineHost, *, engine: str, config: SyncConfig, require_version: bool = False, instance: str = ""
+        self,
+        host: EngineHost,
+        *,
+        engine: str,
+        config: SyncConfig,
+        require_version: bool = False,
+        instance: str = "",
+        group: str = DEFAULT_GROUP,
     ) -> None:
         """Make a controller; ``start`` joins, ``run`` works.
 
@@ -72,12 +82,13 @@ class EngineController:
             require_version: refuse generation until a trainer's version is served (dummy weights, say).
             instance: tells this engine from an earlier one of its name; the same for all its controllers. Without
                 one, no other process takes over.
+            group: of engines, that this one belongs to; versions may be for some groups only.
         """
         self.engine, self.config, self.require_version = engine, config, require_version
         self.instance = instance
         stacks.enable()
         self._client = ControllerClient.of(config, engine)
-        self._me = Standing(engine, instance)
+        self._me = Standing(engine, instance, group)
         self._words = ControlWords(self._me, self._client, config)
         bounded = BoundedHost(host, engine)
         self._update = EngineUpdate(bounded, self._words, shadow=config.receive == "shadow")
@@ -97,8 +108,10 @@ class EngineController:
         self._leases = LeaseKeeper(self._client, self._lease_s, lambda _: self._words.join())
         self._leases.add(self._me.incarnation)
         view = await self._words.view()
-        if newest(view) > INITIAL and self.config.start == "closed":
-            self._me.behind = newest(view)
+        hear_people(self._me, view.engines.get(self.engine))
+        latest = newest(self._me, view)
+        if latest > INITIAL and self.config.start == "closed":
+            self._me.behind = latest
         if self._me.elected:
             await self._tasks.prepare(model_in(view))
 
@@ -111,6 +124,11 @@ class EngineController:
     def version(self) -> Version:
         """What it serves."""
         return self._me.version
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return self._me.edition.label
 
     @property
     def elected(self) -> bool:
@@ -219,6 +237,7 @@ async def start_following(host: EngineHost) -> tuple[EngineController, asyncio.T
         config=SyncConfig.from_env(),
         require_version=options.require_version,
         instance=options.instance,
+        group=options.group,
     )
     try:
         await controller.start()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from awex_core.meta.messages import JobView
-from awex_core.protocol.controlling import Repair, Standing, newest
+from awex_core.protocol.controlling import Repair, Standing, is_current
 from awex_core.settings.config import SyncConfig
 from awex_core.version import INITIAL
 
@@ -23,7 +23,7 @@ class Contact:
     def note(self, me: Standing, view: JobView) -> None:
         """The meta server has answered: this engine is current, unless the job has a version that it has not."""
         self.trouble = ""
-        if me.version >= newest(view):
+        if is_current(me, view):
             self.note_current(time.monotonic())
 
     def note_current(self, at: float) -> None:
@@ -73,6 +73,9 @@ def describe(me: Standing, contact: Contact, config: SyncConfig) -> dict[str, An
         "engine": me.engine,
         "state": me.shown,
         "version": {"epoch": me.version.epoch, "number": me.version.number},
+        "label": me.edition.label,
+        "group": me.group,
+        "pinned": str(me.pinned or ""),
         "reason": me.reason if me.shown == me.state else me.weights_reason,
         "elected": me.elected,
         "receive": config.receive,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from awex_core.errors import AwexError
-from awex_core.meta.messages import DigestWish
+from awex_core.meta.messages import DigestWish, Edition
 from awex_core.protocol.controlling import CatchUp, Do, Lend, Prepare, Repair, TakeDigests, TakeVersion, Task
 from awex_core.protocol.sessions import refusals
 from awex_core.protocol.updating import Phase
@@ -130,7 +130,7 @@ class EngineTasks:
         await self._check_controls()
         # First what clients see: whoever reads that it is ready finds the version that it names.
         await self._host.show(INITIAL)
-        me.version, me.repair = INITIAL, Repair.DONE
+        me.version, me.edition, me.repair = INITIAL, Edition(), Repair.DONE
         await self._words.set_state("ready", f"repaired from {path}")
         await self._host.resume()
         me.phase = Phase.RESTS

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from awex_core.errors import AwexError
-from awex_core.meta.messages import SyncView
+from awex_core.meta.messages import Edition, SyncView
 from awex_core.protocol.controlling import Repair, Role
 from awex_core.protocol.receiving import Seen
 from awex_core.protocol.updating import ENDS, Phase, after, after_interruption, ended_by
@@ -28,6 +28,7 @@ class _Update:
     """A version on its way; ``reason`` is why it fails, if it does, and times are of ``perf_counter``."""
 
     version: Version
+    edition: Edition
     limit_s: float
     seen: bytes = b""
     """What the workers are told of it, encoded."""
@@ -70,7 +71,7 @@ class EngineUpdate:
             Exception: what the version's own failure leaves undone, or another process controls the engine by now.
         """
         encoded = msgspec.msgpack.encode(seen) if seen is not None else b""
-        update = _Update(sync.version, sync.remaining_s + bounded_host.GRACE_S, encoded)
+        update = _Update(sync.version, sync.edition, sync.remaining_s + bounded_host.GRACE_S, encoded)
         self._me.phase = Phase.CONNECTS
         while self._me.phase not in ENDS:
             error = await self._error_of(update)
@@ -138,7 +139,7 @@ class EngineUpdate:
         self.decided.clear()
         try:
             await self._words.commit(version, limit_s, update.figures)
-            self._me.committed(version)
+            self._me.committed(version, update.edition)
             self.committed_at = time.monotonic()
         finally:
             self.decided.set()

@@ -1,4 +1,4 @@
-"""One worker's weights for other engines, one engine after the other. Requests keep running."""
+"""One worker's weights for other engines, one engine at a time. Requests keep running."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ _LENDING_S = 5.0
 """How long leaving the job waits for an engine that takes this worker's weights."""
 
 
+_OVER_S = 1.0
+"""How long the thread of a lender whose catch-up is over may take to end."""
+
+
 class Lending:
     """What is lent now, if anything is."""
 
@@ -28,17 +32,19 @@ class Lending:
         context: SyncContext[WorkerClient],
     ) -> None:
         self._model, self._member, self._verification, self._context = model, member, verification, context
-        self._lending: list[tuple[Lender, threading.Thread]] = []
-        """Those whose turn has not ended."""
+        self._lender: Lender | None = None
+        self._thread: threading.Thread | None = None
 
     def begin(self, target: str, version: Version) -> None:
-        """Serve ``version`` to another engine, once those before it have theirs; returns at once.
+        """Begin to serve ``version`` to another engine; returns at once.
 
         Raises:
-            TransferError: there are no weights that fit the checkpoint.
+            TransferError: it is lent to another engine now, or there are no weights that fit the checkpoint.
         """
-        self._check()
-        lender = Lender(
+        if self._thread is not None:
+            self._thread.join(_OVER_S)
+        self._check_free()
+        self._lender = Lender(
             target,
             self._member.info,
             self._model.lend(),
@@ -47,17 +53,15 @@ class Lending:
             reading=self._verification.ownership.reading,
             verify=lambda: self._verification.verify_held(version),
         )
-        self._lending = [(each, thread) for each, thread in self._lending if thread.is_alive()]
-        before = self._lending[-1][1] if self._lending else None
-        thread = threading.Thread(target=_run_after, args=(lender, before), name="awex-lender", daemon=True)
-        self._lending.append((lender, thread))
-        thread.start()
+        self._thread = threading.Thread(target=self._lender.run, name="awex-lender", daemon=True)
+        self._thread.start()
 
-    def _check(self) -> None:
+    def _check_free(self) -> None:
         info, ownership = self._member.info, self._verification.ownership
         traced = self._verification.ready.traced
         check_can_lend(
             f"worker {info.rank} of engine {info.engine}",
+            lends=self._thread is not None and self._thread.is_alive(),
             traced=traced is not None,
             whole=traced is None or not traced.temporary,
             weights=ownership.state,
@@ -66,22 +70,15 @@ class Lending:
 
     def let_go(self) -> None:
         """The weights are about to change: whoever still pulls them is to know."""
-        for lender, _ in self._lending:
-            lender.let_go()
+        if self._lender is not None:
+            self._lender.let_go()
 
     def stop(self) -> None:
         """End what is being sent, soon."""
-        for lender, _ in self._lending:
-            lender.stop()
+        if self._lender is not None:
+            self._lender.stop()
 
     def close(self) -> None:
-        """Wait for the engines that take the weights, for a while."""
-        if self._lending:
-            self._lending[-1][1].join(_LENDING_S)
-
-
-def _run_after(lender: Lender, before: threading.Thread | None) -> None:
-    """Lend when the turn before has ended, which it does at its catch-up's limit."""
-    if before is not None:
-        before.join()
-    lender.run()
+        """Wait for the engine that takes the weights now, for a while."""
+        if self._thread is not None:
+            self._thread.join(_LENDING_S)

@@ -101,9 +101,12 @@ class WriterMembership:
         world: int,
         run: str,
         manifest: Sequence[CanonicalTensor],
+        *,
+        guest: bool = False,
     ) -> None:
-        """Nothing is told before ``join``."""
+        """Nothing is told before ``join``; a ``guest`` is refused where there is a trainer."""
         self._client, self._limit_s = context.client, context.config.sync_timeout_s
+        self._guest = guest
         self.process, self.rank, self.world, self.run = process, rank, world, run
         self.manifest = Manifest.of(manifest)
         self._offer: Offer | None = None
@@ -159,7 +162,7 @@ class WriterMembership:
             stays=offer.stays,
             **put(),
         )
-        reply = self._client.join_writer(info)
+        reply = self._client.join_writer(info, guest=self._guest)
         put()  # and one that was restarted between the two has lost them again
         self._known = offer
         return reply

@@ -101,14 +101,7 @@ class WeightReader:
         tidy()
         context = SyncContext.of(WorkerClient, config, engine)
         process = this_process(config, device)
-        info = WorkerInfo(
-            engine=engine,
-            rank=rank,
-            world=world,
-            process=process,
-            controlled=controlled,
-            routable=controlled and config.catch_up,
-        )
+        info = WorkerInfo(engine=engine, rank=rank, world=world, process=process, controlled=controlled)
         member = WorkerMembership(context.client, info)
         member.join()
         return cls(model, member, context)
@@ -119,7 +112,7 @@ class WeightReader:
         """Begin to serve this worker's weights to another engine; returns at once.
 
         Raises:
-            TransferError: it has no weights that fit the checkpoint.
+            TransferError: it lends to another engine now, or has no weights that fit the checkpoint.
         """
         self._lending.begin(target, self.version)
 

@@ -145,18 +145,12 @@ class Server:
         self, engine: str, view: JobView, sync: SyncView, sources: SourceIndex, memory: Memory, deadline: Deadline
     ) -> WriterSession | None:
         """The session with an engine; None when the engine gave up before it had planned."""
-        generation, ready = sync.engines[engine].generation, None
-        if sync.engines[engine].source:
-            ready = self._wait_for_workers(engine, sync.version, deadline)
-            if ready is None:
-                return None
-            generation = ready.generation  # what was tried before has raised it
-        key = SessionKey(sync.version.epoch, engine, generation, sources=sources_of(view.writers))
+        key = SessionKey(sync.version.epoch, engine, sync.engines[engine].generation, sources=sources_of(view.writers))
         known = self._sessions.get(engine)
         if known is not None and known.key == key:
             return known
         self.drop(engine)
-        ready = ready or self._wait_for_workers(engine, sync.version, deadline)
+        ready = self._wait_for_workers(engine, sync.version, deadline)
         if ready is None:
             return None
         members = Members(key, view.writers, ready.workers, sources)

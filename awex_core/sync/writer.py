@@ -21,14 +21,14 @@ from awex_core.errors import (
 from awex_core.layout.layout import CanonicalTensor, Layout
 from awex_core.layout.live import Held, Memory, check_memory
 from awex_core.meta.client import WriterClient
-from awex_core.meta.messages import JobView, SyncView
+from awex_core.meta.messages import Edition, JobView, SyncView
 from awex_core.modes import VerifyMode, mode_of_version
 from awex_core.plan import check_patterns
 from awex_core.protocol.publishing import Base, SnapshotStep, before_snapshot, later, next_base, sync_of
 from awex_core.settings.config import SyncConfig
 from awex_core.settings.convert import convert
 from awex_core.sync.alone import Alone
-from awex_core.sync.announcing import GRACE_S, Announcement, Announcing
+from awex_core.sync.announcing import GRACE_S, Announcement, Announcing, edition_of
 from awex_core.sync.context import SyncContext
 from awex_core.sync.membership import WriterMembership
 from awex_core.sync.outcome import check_result, result_of
@@ -56,12 +56,13 @@ class _Call:
     limit_s: float
     only: Collection[str]
     blocking: bool
+    edition: Edition
     begun: float
 
-    def announcement(self, only: tuple[str, ...], base: Base, config: SyncConfig) -> Announcement:
+    def announcement(self, only: tuple[str, ...], base: Base, full_every: int) -> Announcement:
         """As it is announced; ``only`` are the patterns, checked."""
-        mode = mode_of_version(self.verify, self.number, config.verify_full_every)
-        return Announcement(self.number, self.limit_s, mode, only, base, self.quorum, config.fan_out == "tree")
+        mode = mode_of_version(self.verify, self.number, full_every)
+        return Announcement(self.number, self.limit_s, mode, only, base, self.quorum, self.edition)
 
 
 class WeightWriter:
@@ -70,6 +71,8 @@ class WeightWriter:
     ``write_weights`` holds the trainer until every engine has committed or failed,
     so that nobody reads a parameter that training is changing; or, without
     blocking, until the weights are copied.
+
+    Large because of what is said of the arguments of ``write_weights``.
     """
 
     def __init__(self, weights: PublishedWeights, member: WriterMembership, context: SyncContext[WriterClient]) -> None:
@@ -96,6 +99,7 @@ class WeightWriter:
         manifest: Sequence[CanonicalTensor],
         config: SyncConfig,
         finalize: Callable[[], Held] | None = None,
+        guest: bool = False,
     ) -> WeightWriter:
         """Join the job; returns once all ranks have.
 
@@ -109,6 +113,7 @@ class WeightWriter:
             config: the settings.
             finalize: brings the weights to their final values, before each version, and says where they lie then: in
                 ``memory``, as ``layout`` has it, unless they have moved. May raise, and may be collective.
+            guest: do not take the place of a trainer that is there; that is refused.
 
         Raises:
             LayoutError: ``memory`` is not what ``layout`` describes.
@@ -120,7 +125,7 @@ class WeightWriter:
         tidy()
         context = SyncContext.of(WriterClient, config)
         process = this_process(config, _device_of(memory))
-        member = WriterMembership(context, process, rank, world, run, manifest)
+        member = WriterMembership(context, process, rank, world, run, manifest, guest=guest)
         weights = PublishedWeights(layout, memory, finalize, config.transport)
         try:
             member.join(weights.offer)
@@ -149,6 +154,8 @@ class WeightWriter:
         verify: VerifyMode | None = None,
         timeout_s: float | None = None,
         only: Collection[str] = (),
+        label: str = "",
+        groups: Collection[str] = (),
         blocking: Literal[True] = True,
     ) -> SyncResult: ...
 
@@ -161,6 +168,8 @@ class WeightWriter:
         verify: VerifyMode | None = None,
         timeout_s: float | None = None,
         only: Collection[str] = (),
+        label: str = "",
+        groups: Collection[str] = (),
         blocking: Literal[False],
     ) -> PendingSync: ...
 
@@ -172,6 +181,8 @@ class WeightWriter:
         verify: VerifyMode | None = None,
         timeout_s: float | None = None,
         only: Collection[str] = (),
+        label: str = "",
+        groups: Collection[str] = (),
         blocking: bool = True,
     ) -> SyncResult | PendingSync:
         """Publish the current weights as version ``number``.
@@ -187,6 +198,10 @@ class WeightWriter:
                 since the last call; the same on every rank. Engines that serve the version of that call get only
                 these, others everything; the digest covers the whole model either way. Where a rank's last call has
                 raised, or no engine has committed its version, all get everything, and ``whole_because`` says so.
+            label: what people call it, the same on every rank: up to 128 of ``A-Z a-z 0-9 . _ : / + @ -``. It is shown
+                by ``awex status`` and ``/awex/status``, and goes with the engines' answers.
+            groups: the groups of engines that it is for, the same on every rank; none: all. The others go on with what
+                they serve, and so do groups that are pinned: neither counts for the quorum.
             blocking: hold until every engine is done with the version. Otherwise the weights are copied, and
                 engines pull from a snapshot while training goes on; the same on every rank. Takes as much memory
                 again, from the first such call on. There is one snapshot: if engines still need it, the configuration
@@ -205,7 +220,8 @@ class WeightWriter:
         """
         self._check_open()
         limit_s = timeout_s if timeout_s is not None else self.config.sync_timeout_s
-        call = _Call(number, quorum, verify or self.config.verify, limit_s, only, blocking, time.monotonic())
+        edition = edition_of(label, groups)
+        call = _Call(number, quorum, verify or self.config.verify, limit_s, only, blocking, edition, time.monotonic())
         try:
             seen = self._begin(call)
         except Exception as error:
@@ -244,7 +260,7 @@ class WeightWriter:
         base, self._base = self._base, Base(why=f"the call for version {call.number} has not ended", call=call.number)
         self._weights.offer.exports.hold(call.number)
         try:
-            return self._announcing.announce(call.announcement(patterns, base, self.config))
+            return self._announcing.announce(call.announcement(patterns, base, self.config.verify_full_every))
         except BaseException:
             self._let_go()
             raise

@@ -16,6 +16,7 @@ import torch
 from awex_core.errors import Interrupted, PlanError
 from awex_core.layout.layout import CanonicalTensor
 from awex_core.layout.live import Memory, flat_bytes
+from awex_core.meta.messages import DEFAULT_GROUP
 from awex_core.settings.config import SyncConfig
 from awex_core.sync.controller import EngineController
 from awex_core.sync.engine import TracedModel, describe_computed
@@ -155,6 +156,7 @@ class FakeEngine(LocalHost):
         require_version: bool = False,
         on_finish: Callable[[], None] | None = None,
         dtype: torch.dtype = torch.float32,
+        group: str = DEFAULT_GROUP,
         **sizes: int,
     ) -> None:
         shape = {"hidden": 6, "ffn": 10, "vocab": 11} | sizes
@@ -166,7 +168,12 @@ class FakeEngine(LocalHost):
             model.on_finish = on_finish
         super().__init__(name, self.models, config)
         self.controller = EngineController(
-            self, engine=name, config=config, require_version=require_version, instance=secrets.token_hex(8)
+            self,
+            engine=name,
+            config=config,
+            require_version=require_version,
+            instance=secrets.token_hex(8),
+            group=group,
         )
         self.events: list[str] = []
         self._foreign_calls = 0

@@ -1055,3 +1055,157 @@ def test_a_wish_for_digests_is_shown_to_the_controller_until_its_time_is_over():
         store.ask_digests(m.AskDigests(engine="e", manifest="M", timeout_s=5), 2)
     with refused("invalid", "timeout_s is -1"):
         store.ask_digests(m.AskDigests(engine="f", manifest="M", timeout_s=-1), 2)
+
+
+# Groups: versions for some engines, and engines that stay
+
+
+def group_store(*groups: str) -> JobStore:
+    """An engine of each group, by its name; the trainer has joined."""
+    store = new_store()
+    store.join_writer(writer(), 0)
+    for group in groups:
+        store.join_worker(worker(group), 0)
+        store.join_controller(controller(group, group=group), 0)
+    return store
+
+
+def publish(store: JobStore, number: int, *to: str, label: str = "", now: float = 0) -> list[str]:
+    """Announce a version for some groups; all who take part commit. Returns who that was."""
+    store.announce(replace(announce(number=number), edition=m.Edition(label=label, groups=list(to))), now)
+    names = sorted(sync_of(store).engines)
+    version = Version(store.view(now).epoch, number)
+    for name in names:
+        assert store.report_worker(m.ReportWorker(incarnation=f"{name}-0-1", version=version), now).accepted
+        assert store.report_engine(report("committed", name, version), now).accepted
+    return names
+
+
+def ask(store: JobStore, engine: str) -> None:
+    store.ask_catch_up(m.AskCatchUp(incarnation=f"{engine}-c1", timeout_s=9, verify="off"), 0)
+
+
+def seen(store: JobStore, engine: str) -> m.EngineView:
+    return store.view(0).engines[engine]
+
+
+def test_a_version_for_some_groups_is_sent_to_no_other_and_two_are_served_side_by_side():
+    store = group_store("a", "b", "c")
+    assert publish(store, 1, label="v1") == ["a", "b", "c"]
+    assert publish(store, 2, "b", label="v2") == ["b"]
+    assert [(seen(store, name).version.number, seen(store, name).edition.label) for name in "abc"] == [
+        (1, "v1"),
+        (2, "v2"),
+        (1, "v1"),
+    ]
+    assert sync_of(store).state == "done", "the others are not waited for"
+    with refused("invalid", "no engine is ready at a version for group 'a' that is newer than 1.1"):
+        ask(store, "a")
+    assert publish(store, 3) == ["a", "b", "c"]
+
+
+def test_ranks_must_name_a_version_alike():
+    store = ready_store(writers=2)
+    store.announce(replace(announce(0), edition=m.Edition(label="x")), 0)
+    with refused("invalid", "all ranks must give the same label and groups"):
+        store.announce(announce(1), 0)
+
+
+def test_what_is_promoted_may_be_taken_by_more_groups():
+    store = group_store("a", "b", "c")
+    publish(store, 1)
+    publish(store, 2, "b")
+    before = store.last_change("controller", "a")
+    store.promote(m.Promote(version=Version(1, 2), groups=["a"]), 0)
+    assert store.last_change("controller", "a") > before and seen(store, "a").order > 0
+    ask(store, "a")
+    assert store.view(0).catch_ups["a"].source == "b"
+    with refused("invalid", "group 'c'"):
+        ask(store, "c")
+    store.promote(m.Promote(version=Version(1, 2)), 0)
+    ask(store, "c")
+    assert seen(store, "b").edition == m.Edition()
+
+
+def test_a_pinned_group_takes_part_in_nothing_and_goes_back_to_where_it_is_pinned():
+    store = group_store("a", "b")
+    publish(store, 1)
+    publish(store, 2, "b")
+    store.pin(m.Pin(group="b", version=Version(1, 1)), 0)
+    assert seen(store, "b").pinned == Version(1, 1)
+    ask(store, "b")
+    catch_up = store.view(0).catch_ups["b"]
+    assert (catch_up.source, catch_up.sync.version) == ("a", Version(1, 1))
+    assert publish(store, 3) == ["a"], "which also ends the way back"
+    with refused("invalid", "for group 'b' that is 1.1, to which it is pinned"):
+        ask(store, "b")
+    store.pin(m.Pin(group="b"), 0)
+    ask(store, "b")
+    assert store.view(0).catch_ups["b"].sync.version == Version(1, 3)
+
+
+def test_a_pin_ends_what_has_not_begun_and_nothing_else():
+    for begun in (False, True):
+        store = group_store("a", "b")
+        publish(store, 1)
+        store.announce(announce(number=2), 0)
+        if begun:
+            assert store.report_engine(report("updating", "b", Version(1, 2)), 0).accepted
+        store.pin(m.Pin(group="b", version=Version(1, 1)), 0)
+        outcome = "updating" if begun else "failed"
+        assert (entry(store, "a").outcome, entry(store, "b").outcome) == ("pending", outcome)
+        assert begun or "group b is pinned at 1.1" in entry(store, "b").reason
+
+
+def test_orders_that_make_no_sense_are_refused():
+    store = group_store("a")
+    publish(store, 1)
+    with refused("unknown", "no engine belongs to group 'x'; groups: a"):
+        store.pin(m.Pin(group="x", version=FIRST), 0)
+    with refused("unknown", "no engine is ready at version 1.7"):
+        store.pin(m.Pin(group="a", version=Version(1, 7)), 0)
+    with refused("unknown", "no engine is ready at version 1.7"):
+        store.promote(m.Promote(version=Version(1, 7)), 0)
+    with refused("invalid", "cannot be pinned at 0.0"):
+        store.pin(m.Pin(group="a", version=Version()), 0)
+
+
+def test_a_guest_does_not_take_the_trainers_place():
+    store = ready_store()
+    with refused("invalid", "the job has a trainer"):
+        store.join_writer(replace(writer(run="run2"), guest=True), 0)
+    store.leave(m.Leave(incarnation="run1-w0"), 0)
+    assert store.join_writer(replace(writer(run="run2"), guest=True), 0).epoch == 2
+    assert store.join_writer(replace(writer(run="run2"), guest=True), 0).epoch == 2
+
+
+def test_what_people_have_said_outlives_the_store_and_a_restart():
+    store = group_store("a", "b")
+    publish(store, 1, label="v1")
+    publish(store, 2, "b", label="v2")
+    store.pin(m.Pin(group="b", version=Version(1, 2)), 0)
+    again = JobStore.restored(msgspec.msgpack.decode(msgspec.msgpack.encode(store.saved()), type=SavedJob))
+    assert again.view(0) == store.view(0)
+    assert [(one.version.number, one.label) for one in again.status(0).served["b"]] == [(1, "v1"), (2, "v2")]
+    fresh = new_store()
+    for name in "ab":
+        known = seen(store, name)
+        fresh.join_worker(worker(name), 0)
+        fresh.join_controller(
+            controller(name, group=name, version=known.version, edition=known.edition, pinned=known.pinned), 0
+        )
+    assert [(seen(fresh, n).edition, seen(fresh, n).pinned) for n in "ab"] == [
+        (m.Edition(label="v1"), None),
+        (m.Edition(label="v2", groups=["b"]), Version(1, 2)),
+    ]
+    with refused("invalid", "group 'a'"):
+        ask(fresh, "a")
+
+
+def test_the_word_of_a_lapsed_pin_does_not_bring_it_back():
+    store = group_store("a")
+    publish(store, 1)
+    store.pin(m.Pin(group="a", version=FIRST), 0)
+    store.pin(m.Pin(group="a"), 0)
+    store.join_controller(controller("a", group="a", version=FIRST, pinned=FIRST), 0)
+    assert seen(store, "a").pinned is None

@@ -17,7 +17,7 @@ from awex_core.meta.client import ControllerClient, MetaClient, WorkerClient, Wr
 from awex_core.meta.machine import TICK, Entry, Machine
 from awex_core.meta.server import MetaServer
 from awex_core.meta.store import JobStore
-from awex_core.meta.views import fill_in, frontier, narrow
+from awex_core.meta.views import fill_in, frontier, narrow, position_of
 from awex_core.version import Version
 from tests.core.test_meta_machine import BEGIN, entry
 from tests.core.test_meta_server import TOKEN, in_thread, until
@@ -61,7 +61,8 @@ def acted_on(view: m.JobView, role: m.Role, engine: str) -> object:
             engines[name] = (seen.live, seen.generation, seen.parked, seen.workers)
         elif name == engine or name in view.catch_ups:
             engines[name] = msgspec.structs.replace(seen, gone_s=0.0)
-    ahead = [(name, view.engines[name].version) for name in frontier(view.engines.values())]
+    position = position_of(view.engines.get(engine))
+    ahead = [(name, view.engines[name].version) for name in frontier(view.engines.values(), position)]
     catch_ups = {
         name: (found.source, found.number, found.lenders if found.sync.state == "open" else [], sync(found.sync))
         for name, found in view.catch_ups.items()
@@ -71,10 +72,19 @@ def acted_on(view: m.JobView, role: m.Role, engine: str) -> object:
 
 
 engines, ranks, versions = st.sampled_from("ab"), st.integers(0, 1), st.builds(Version, st.just(1), st.integers(0, 3))
+groups = st.sampled_from(("default", "canary"))
 by_worker = st.builds("{}-{}-1".format, engines, ranks)
 by_controller = st.builds("{}-c1".format, engines)
 moves = st.one_of(
-    st.builds(announce, ranks, st.integers(1, 3)),
+    st.builds(
+        lambda rank, number: msgspec.structs.replace(
+            announce(rank, number), edition=m.Edition(groups=["canary"] if number == 2 else [])
+        ),
+        ranks,
+        st.integers(1, 3),
+    ),
+    st.builds(m.Pin, group=groups, version=st.sampled_from((None, Version(1, 1), Version(1, 2)))),
+    st.builds(m.Promote, version=versions, groups=st.sampled_from(([], ["canary"]))),
     st.builds(
         m.ReportWorker,
         incarnation=by_worker,
@@ -112,7 +122,11 @@ moves = st.one_of(
         st.sampled_from(("L", "K", "")),
         st.sampled_from(("held", "held", "released")),
     ),
-    st.builds(controller, engines, st.integers(1, 2)),
+    st.builds(
+        lambda engine, life: controller(engine, life, group="canary" if engine == "b" else "default"),
+        engines,
+        st.integers(1, 2),
+    ),
     st.builds(m.Leave, incarnation=by_worker | by_controller),
     st.builds(
         lambda rank, version, layout: m.PublishDigest(
@@ -137,7 +151,7 @@ START = [
     writer(1, 2),
     *(worker(engine, rank, 2, layout="L") for engine in "ab" for rank in (0, 1)),
     controller("a"),
-    controller("b"),
+    controller("b", group="canary"),
     announce(0),
     announce(1),
 ]

@@ -45,7 +45,7 @@ ARROWS = {
     "engines": {"layout", "sync", "trace"},
     "trainers": {"checkpoint", "layout", "plan", "settings", "sync"},
     "stacks": set(),
-    "cli": {"checkpoint", "layout", "meta", "relay", "settings", "stacks", "sync"},
+    "cli": {"checkpoint", "layout", "meta", "relay", "settings", "stacks", "sync", "trainers"},
     "testing": {
         "checkpoint",
         "layout",

@@ -68,6 +68,12 @@ class Chaos:
     """Versions that are published from a copy, while training goes on."""
     calls_s: tuple[float, ...] = (20.0, 60.0, 120.0)
     """How long an engine is left alone by other people, who reload weights, put it to sleep or lose them; or never."""
+    some_groups: float = 0.2
+    """Versions that are for one engine's group only."""
+    people_s: tuple[float, ...] = (5.0, 15.0, 60.0)
+    """How long nobody pins, follows again or promotes; or never."""
+    train_s: tuple[float, ...] = (0.0, 0.0, TRAIN_S)
+    """Between two versions."""
     two_sided: bool = False
     verify: str = "off"
     engines_restart: bool = True
@@ -75,7 +81,7 @@ class Chaos:
     server_restarts: bool = True
 
 
-CALM = Chaos(lost=0, reply_lost=0, late=0, fault=0, time=0, slip=0, damage=0, calls_s=())
+CALM = Chaos(lost=0, reply_lost=0, late=0, fault=0, time=0, slip=0, damage=0, calls_s=(), some_groups=0, people_s=())
 
 
 def digest(weights: Bytes) -> bytes:

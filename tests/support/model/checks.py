@@ -34,6 +34,14 @@ class Checks:
         """The run that a version was opened for."""
         self._runs: list[tuple[int, str]] = []
         """Runs that became active, by server's life, in order."""
+        self._pins: dict[str, Version | None] = {}
+        """By group of engines, where people have it stay; of those that are not here that is not known."""
+        self._stayed: set[tuple[str, Version]] = set()
+        """Where groups have ever been told to stay."""
+        self._for: dict[tuple[str, Version], frozenset[str]] = {}
+        """The groups that a version which an engine has committed was meant for; none: all."""
+        self._begun: dict[int, Sync] = {}
+        """Versions and catch-ups whose engines have been looked at."""
         self._committed: dict[tuple[int, str], Sync] = {}
         """Commits that have been looked at, by the sync's identity and engine."""
 
@@ -58,6 +66,46 @@ class Checks:
         controller.engine.torn = False
         controller.engine.due = controller.engine.served = INITIAL, dict(CHECKPOINT)
 
+    # What people say
+
+    def hears(self, message: object) -> None:
+        """The meta server has taken a message."""
+        if isinstance(message, m.Pin):
+            self._pins[message.group] = message.version
+            if message.version is not None:
+                self._stayed.add((message.group, message.version))
+        elif isinstance(message, m.Promote):
+            self.kinds["promoted"] += 1
+            for (engine, version), groups in self._for.items():
+                if version == message.version:
+                    more = groups | {*message.groups} if groups and message.groups else frozenset[str]()
+                    self._for[engine, version] = more
+
+    def forgets_pins(self) -> None:
+        """A server that has lost its memory may learn them from engines, or not."""
+        self._pins = {}
+
+    def _check_may_take(self, sync: Sync, source: str) -> None:
+        """Those who take part in a version, or a catch-up, are those whom people mean."""
+        self._begun[id(sync)] = sync
+        for engine in self.world.engines:
+            if engine.name not in sync.parts:
+                self.kinds["left out"] += not source
+                continue
+            groups = self._meant_for(source, sync)
+            pinned = self._pins.get(engine.group)
+            known = engine.group in self._pins
+            fits = sync.version == pinned if pinned is not None else not groups or engine.group in groups
+            if known and not fits:
+                raise Violation(f"{sync.version} is not for {engine.name}: it is for {[*groups]}, pinned: {pinned}")
+
+    def _meant_for(self, source: str, sync: Sync) -> frozenset[str]:
+        if source:
+            return self._for[source, sync.version]
+        run = self._opened[self.world.server.life, sync.version]
+        found = next(each for each in self.world.runs if each.name == run)
+        return frozenset(found.groups_of(sync.version.number))
+
     def learns(self, rank: Rank, sync: m.SyncView) -> None:
         """A rank learns how a version went: it was its own."""
         run = self._opened.get((self.world.server.life, sync.version))
@@ -78,8 +126,12 @@ class Checks:
         if sync is not None and sync.state != "gathering" and active is not None:
             self._opened.setdefault((life, sync.version), active.run)
         if sync is not None:
+            if sync.state != "gathering" and sync.parts and id(sync) not in self._begun:
+                self._check_may_take(sync, "")
             self._look_at_commits(sync, "", cause, by)
         for catch_up in store._catch_ups._by_target.values():
+            if catch_up.sync.parts and id(catch_up.sync) not in self._begun:
+                self._check_may_take(catch_up.sync, catch_up.source)
             self._look_at_commits(catch_up.sync, catch_up.source, cause, by)
 
     def _look_at_commits(self, sync: Sync, source: str, cause: str, by: str) -> None:
@@ -101,14 +153,12 @@ class Checks:
     def _note_commit(self, name: str, sync: Sync, source: str, part: m.EngineSync, by: str) -> None:
         engine = next(engine for engine in self.world.engines if engine.name == name)
         self.kinds["catch-up" if source else "partial" if part.partial else "full"] += 1
-        published = self.world.server.store._versions.sync
-        if source and published is not None and published.version == sync.version and name in published.parts:
-            self.kinds["fanned out"] += bool(published.parts[name].source)
         if source:
             meaning = self._meaning[source, sync.version]
         else:
             meaning = self.published[self._opened[self.world.server.life, sync.version], sync.version.number]
         self._meaning[name, sync.version] = meaning
+        self._for[name, sync.version] = self._meant_for(source, sync)
         if not any(controller.incarnation == by for controller in engine.controllers):
             return  # a word of an earlier start, that came late
         engine.due = sync.version, meaning
@@ -123,7 +173,10 @@ class Checks:
             if not engine.open or not engine.held:
                 continue
             version, meaning = engine.due
-            if version < engine.served[0] or (version == engine.served[0] and meaning != engine.served[1]):
+            back = version < engine.served[0]
+            self.kinds["went back"] += back
+            other = version == engine.served[0] and meaning != engine.served[1]
+            if other or (back and (engine.group, version) not in self._stayed):
                 raise Violation(f"engine {engine.name} goes from {engine.served[0]} to {version}")
             engine.served = engine.due
             for worker in engine.workers:

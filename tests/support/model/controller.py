@@ -25,7 +25,7 @@ class Controller(Process):
     def __init__(self, world: World, engine: Engine, index: int) -> None:
         super().__init__(world, f"{engine.name}-c{index}", "controller", engine.name)
         self.engine = engine
-        self.me = controlling.Standing(engine.name, engine.instance, self.incarnation)
+        self.me = controlling.Standing(engine.name, engine.instance, engine.group, self.incarnation)
         self.policy = controlling.Policy(catch_up=True, repairs=engine.repairs)
         self.spawn(self._main(), "main")
 
@@ -49,6 +49,9 @@ class Controller(Process):
             reason=me.reason,
             instance=me.instance,
             hearsay=controlling.is_hearsay(me.role),
+            group=me.group,
+            edition=me.edition,
+            pinned=me.pinned,
         )
         reply = yield from self.rpc(message)
         me.role = controlling.role_after_joining(elected=reply.elected, inherits=reply.inherits)
@@ -107,8 +110,10 @@ class Controller(Process):
             pass  # told again with the next view
 
     def _report_state(self, state: m.EngineState, reason: str) -> Steps[None]:
-        version = self.me.version
-        message = m.SetEngineState(incarnation=self.incarnation, state=state, version=version, reason=reason)
+        version, edition = self.me.version, self.me.edition
+        message = m.SetEngineState(
+            incarnation=self.incarnation, state=state, version=version, reason=reason, edition=edition
+        )
         yield from self.rpc(message)
 
     def _prepare(self, model: str) -> Steps[None]:
@@ -135,7 +140,7 @@ class Controller(Process):
         yield from self._check_controls()
         self.world.checks.loads(self)
         yield from self.engine.show(INITIAL)
-        self.me.version, self.me.repair = INITIAL, Repair.DONE
+        self.me.version, self.me.edition, self.me.repair = INITIAL, m.Edition(), Repair.DONE
         yield from self._set_state("ready", "repaired")
         yield from self.engine.resume()
         self.me.phase = Phase.RESTS
@@ -162,6 +167,7 @@ class Controller(Process):
 
     def _update(self, sync: m.SyncView, seen: Seen | None = None) -> Steps[None]:
         me, version, limit_s = self.me, sync.version, sync.remaining_s + CONTROLLER_GRACE_S
+        self._edition = sync.edition
         me.phase, reason = Phase.CONNECTS, ""
         while me.phase not in updating.ENDS:
             error: AwexError | None = None
@@ -228,7 +234,7 @@ class Controller(Process):
             accepted, reason = yield from self._report(version, "committed")
         if not accepted:
             raise TransferError(f"not committed: {reason}")
-        self.me.committed(version)
+        self.me.committed(version, self._edition)
 
     def _await_workers(self, version: Version, limit_s: float, step: Literal["prefetched", "reported"]) -> Steps[None]:
         failure = yield from self.wait_for(

@@ -22,7 +22,7 @@ class Engine:
     """``EngineHost``: what a controller may ask of an engine."""
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+        self.world, self.name, self.group = world, name, f"group-{name}"
         self.start()
 
     def start(self) -> None:

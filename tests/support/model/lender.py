@@ -9,8 +9,7 @@ from awex_core.errors import AwexError, TransferError
 from awex_core.meta import messages as m
 from awex_core.protocol import lending, sessions
 from awex_core.version import Version
-from tests.support.model.base import MANIFEST, WORLD, Steps, Wait, digest
-from tests.support.model.process import Thread
+from tests.support.model.base import MANIFEST, WORLD, Steps, digest
 from tests.support.model.session import Session
 
 if TYPE_CHECKING:
@@ -34,9 +33,7 @@ class Lender:
         if self._session is not None:
             self._session.abort()
 
-    def run(self, before: Thread | None) -> Steps[None]:
-        """Once the turn ``before`` has ended."""
-        yield Wait(lambda: before is None or before.done, float("inf"))
+    def run(self) -> Steps[None]:
         catch_up: m.CatchUpView | None = None
         try:
             view = yield from self.worker.watch()

@@ -28,6 +28,7 @@ class Server:
 
     def restart(self) -> None:
         self.life += 1
+        self.world.checks.forgets_pins()
         self.store = JobStore("job", lease_s=LEASE_S, limits=Limits(), first_revision=self.life * 1_000_000)
         self._known = False
         self._replies: dict[str, Any] = {}
@@ -55,6 +56,7 @@ class Server:
             reply = getattr(self.store, name)(message, self.world.now)
         finally:
             self.world.checks.look(name, getattr(message, "incarnation", ""))
+        self.world.checks.hears(message)
         if key:
             self._replies[key] = reply
         return reply

@@ -13,7 +13,7 @@ import msgspec
 from awex_core.errors import AwexError, MetaServerError, Refused, SyncFailed
 from awex_core.meta import messages as m
 from awex_core.protocol import publishing, sessions
-from tests.support.model.base import LIMIT_S, MANIFEST, ONLY, TRAIN_S, WORLD, WRITER_GRACE_S, Bytes, Steps, Wait, digest
+from tests.support.model.base import LIMIT_S, MANIFEST, ONLY, WORLD, WRITER_GRACE_S, Bytes, Steps, Wait, digest
 from tests.support.model.process import Process, Thread
 from tests.support.model.session import Session
 
@@ -32,9 +32,8 @@ class Run:
         """The last version that is written."""
         self.returned: list[list[tuple[int, str, float]]] = [[] for _ in range(WORLD)]
         """Per rank: number, outcome, seconds."""
-        draw = random.Random(f"{world.seed} {self.name}")
-        self.policy = draw.choice(("wait", "replace"))
-        self.fan_out = draw.random() < 0.5
+        self.policy = random.Random(f"{world.seed} {self.name}").choice(("wait", "replace"))
+        self._groups: dict[int, list[str]] = {}
         self.ranks = [Rank(world, self, rank) for rank in range(WORLD)]
 
     @property
@@ -46,6 +45,17 @@ class Run:
         chaos, draw = self.world.chaos, random.Random(f"{self.world.seed} {self.name} {number}")
         only = ONLY if number > 1 and draw.random() < chaos.partial else []
         return chaos.verify, only, draw.random() >= chaos.unblocked
+
+    def groups_of(self, number: int) -> list[str]:
+        """Whom a version is for, the same on all ranks; none: all."""
+        if number not in self._groups:
+            self._groups[number] = self._draw_groups(number)
+        return self._groups[number]
+
+    def _draw_groups(self, number: int) -> list[str]:
+        draw = random.Random(f"{self.world.seed} {self.name} {number} groups")
+        some = draw.random() < self.world.chaos.some_groups and not self.world.calm
+        return [draw.choice(self.world.groups)] if some else []
 
     def slip(self, number: int, rank: int) -> str:
         """Whether the call of one rank or of all fails where no other rank learns of it: before it is announced, or
@@ -117,7 +127,7 @@ class Rank(Process):
 
     def _train_and_write(self, number: int) -> Steps[None]:
         verify, only, blocking = self.run.settings(number)
-        yield self.sleep(self.world.random.choice((0.0, 0.0, TRAIN_S)))
+        yield self.sleep(self.world.random.choice(self.world.chaos.train_s))
         for kind in "b" if only else "ab":
             yield None  # whoever reads now reads what is neither the last version nor the next
             self.live[self.rank, kind] = (self.run.name, number)
@@ -160,7 +170,7 @@ class Rank(Process):
                 yield None
                 self.weights[piece] = tag
         self.world.checks.publishes(self.run.name, number, self.live)
-        yield from self._announce(number, verify, only)
+        yield from self._announce(number, verify, only, self.run.groups_of(number))
 
     def _free_copy(self) -> Steps[None]:
         """``WeightWriter._free_snapshot``."""
@@ -194,7 +204,7 @@ class Rank(Process):
         self.info = msgspec.structs.replace(self.info, moved=moved, endpoints={"shm": f"E{moved}"})
         yield from self.rpc(m.JoinWriter(info=self.info))
 
-    def _announce(self, number: int, verify: str, only: list[str]) -> Steps[None]:
+    def _announce(self, number: int, verify: str, only: list[str], groups: list[str]) -> Steps[None]:
         base, self.base = self.base, publishing.Base(why=f"version {number} has not ended", call=number)
         message = m.Announce(
             incarnation=self.incarnation,
@@ -204,7 +214,7 @@ class Rank(Process):
             only=only,
             base=base.version,
             whole_because=base.why,
-            fan_out=self.run.fan_out,
+            edition=m.Edition(label=f"{self.run.name}/{number}", groups=groups),
         )
         try:
             yield from self.rpc(message, key=f"{self.incarnation} {number} first")
@@ -328,34 +338,23 @@ class Rank(Process):
             pass
 
     def _session(self, engine: str, view: m.JobView, sync: m.SyncView, end: float) -> Steps[Session | None]:
-        routed, sources = sync.engines[engine].source, sessions.sources_of(view.writers)
-        generation = sync.engines[engine].generation
-        if routed:
-            (found,) = yield from self._engine_to_serve(engine, sync, end)
-            if found is None:
-                return None
-            generation = found.generation
+        generation, sources = sync.engines[engine].generation, sessions.sources_of(view.writers)
         key = sessions.SessionKey(sync.version.epoch, engine, generation, sources=sources)
         known = self.sessions.get(engine)
         if known is not None and known.key == key:
             return known
         self._drop(engine)
-        (found,) = yield from self._engine_to_serve(engine, sync, end)
+        (found,) = yield from self.wait_for(
+            lambda view: publishing.engine_to_serve(view, engine, sync.version),
+            timeout_s=max(end - self.world.now, 0.0),
+            what=f"engine {engine} to trace its model",
+        )
         if found is None:
             return None
         session = Session(self, key, self.rank, [worker.rank for worker in found.workers], self.weights)
         yield from session.connect(end)
         self.sessions[engine] = session
         return session
-
-    def _engine_to_serve(self, engine: str, sync: m.SyncView, end: float) -> Steps[tuple[m.EngineView | None]]:
-        return (
-            yield from self.wait_for(
-                lambda view: publishing.engine_to_serve(view, engine, sync.version),
-                timeout_s=max(end - self.world.now, 0.0),
-                what=f"engine {engine} to trace its model",
-            )
-        )
 
     def _drop(self, engine: str) -> None:
         session = self.sessions.pop(engine, None)

@@ -90,16 +90,14 @@ class Worker(Process):
         """The second buffer."""
         self.roomy = world.random.random() < 0.9
         """Whether there is memory for one."""
-        self.info = m.WorkerInfo(
-            engine=engine.name, rank=rank, world=WORLD, process=self.identity, controlled=True, routable=True
-        )
+        self.info = m.WorkerInfo(engine=engine.name, rank=rank, world=WORLD, process=self.identity, controlled=True)
         self.traced = self.joined = False
         self.calls: deque[Call] = deque()
         self.attempt: Attempt | None = None
         self.session: tuple[sessions.SessionKey, list[m.WriterInfo], dict[int, int]] | None = None
         """Key, the other ends, and in the two-sided case their tokens by rank."""
         self.prefetching: Thread | None = None
-        self.lending: list[tuple[Lender, Thread]] = []
+        self.lending: tuple[Lender, Thread] | None = None
         # Ownership
         self.now = owning.Condition()
         self.before = owning.Condition()
@@ -267,8 +265,8 @@ class Worker(Process):
 
     def _begin(self) -> Bytes:
         """The live memory, which changes from now on."""
-        for lender, _ in self.lending:
-            lender.let_go()
+        if self.lending is not None:
+            self.lending[0].let_go()
         if self.now.state == "released":
             raise TransferError(f"the weights are not in memory: {self.now.reason}")
         return self.bytes
@@ -296,10 +294,7 @@ class Worker(Process):
 
     def _check_held(self, source: Process, attempt: Attempt) -> None:
         """``session.check_held``, of lenders; the trainer's ranks do without, which is more than must work."""
-        if not isinstance(source, Worker):
-            return
-        mine = [lender for lender, _ in source.lending if lender.target == self.engine.name]
-        if not mine or mine[-1].holds != attempt.version:
+        if isinstance(source, Worker) and (source.lending is None or source.lending[0].holds != attempt.version):
             raise TransferError("the weights that are lent have changed")
 
     def _take(self, reception: Reception, pieces: list[Piece], session: Session) -> Steps[None]:
@@ -440,23 +435,22 @@ class Worker(Process):
     def _lend(self, target: str) -> Steps[None]:
         lending.check_can_lend(
             self.incarnation,
+            lends=self.lending is not None and not self.lending[1].done,
             traced=self.traced and bool(self.info.manifest),
             whole=True,
             weights=self.now.state,
             reason=self.now.reason,
         )
         lender = Lender(self, target)
-        self.lending = [(each, thread) for each, thread in self.lending if not thread.done]
-        before = self.lending[-1][1] if self.lending else None
-        self.lending.append((lender, self.spawn(lender.run(before), f"lend {target}")))
+        self.lending = lender, self.spawn(lender.run(), f"lend {target}")
         yield None
 
     # Other callers
 
     def _begin_foreign(self, call: str) -> Steps[None]:
         """``WeightReader.begin_foreign`` and ``Ownership.begin``."""
-        for lender, _ in self.lending:
-            lender.stop()
+        if self.lending is not None:
+            self.lending[0].stop()
         if self.now.state != "released":
             self.before, self.mark = self.now, dict(self.bytes)
             yield from self._set(owning.Condition("foreign", f"{call} is under way"))

@@ -11,6 +11,7 @@ from awex_core.errors import Fenced, Refused
 from tests.support.model.base import LEASE_S, LIMIT_S, WRITER_GRACE_S, Chaos, Violation
 from tests.support.model.checks import Checks
 from tests.support.model.engine import Engine
+from tests.support.model.people import People
 from tests.support.model.process import Process, Thread
 from tests.support.model.server import Server
 from tests.support.model.session import Session
@@ -39,6 +40,8 @@ class World:
         self.engines: list[Engine] = []
         for name in "ab":
             self.engines.append(Engine(self, name))
+        self.groups = [engine.group for engine in self.engines]
+        self.people = People(self)
         self.runs = [Run(self)]
 
     def draw_life(self) -> int:
@@ -185,6 +188,8 @@ class World:
                 self._restart(engine)
         if self.runs[-1].broken:
             self._restart_trainer()
+        if not self.people.alive:
+            self.people = People(self)
 
     def _restart(self, engine: Engine) -> None:
         engine.stop()
