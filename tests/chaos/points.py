@@ -72,7 +72,7 @@ def install() -> None:
     shm._CALL_BYTES = CALL_NBYTES
     announcing.GRACE_S, bounded_host.GRACE_S, client.REPLY_S = WRITER_GRACE_S, CONTROLLER_GRACE_S, REPLY_S
     connection.REPLY_S = REPLY_S
-    _before(client.WriterClient, "join_writer", lambda _, info: reach("trainer", "", info.rank, "join"))
+    _before(client.WriterClient, "join_writer", lambda _, info, **more: reach("trainer", "", info.rank, "join"))
     _before(client.WorkerClient, "join_worker", lambda _, info, **more: reach("worker", info.engine, info.rank, "join"))
     _before(
         client.ControllerClient,
