@@ -131,7 +131,8 @@ class Peer:
     def __init__(self, name: str, context: ForkServerContext) -> None:
         self.name = name
         self.connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(theirs,), name=name, daemon=True)
+        args = theirs, dict(os.environ)
+        self.process: BaseProcess = context.Process(target=_serve, args=args, name=name, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -176,7 +177,10 @@ class Peers:
             peer.kill()
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, environ: dict[str, str]) -> None:
+    # The server that forks us has the environment of the test that was the first to want a process.
+    os.environ.clear()
+    os.environ.update(environ)
     torch.set_num_threads(1)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the test process has gone
         while True:

@@ -347,7 +347,7 @@ def test_a_version_that_was_missed_counts_as_lag(
     def fail() -> None:
         raise RuntimeError("not today")
 
-    async def refuse(_: Version) -> None:
+    async def refuse(*_: object) -> None:
         fail()
 
     with pytest.MonkeyPatch.context() as patch:
