@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -198,7 +199,8 @@ def peers() -> Iterator[Peers]:
 
 def test_an_engine_in_another_process(config: SyncConfig, make_trainer: Callable[..., Trainer], peers: Peers) -> None:
     """Killed after some versions, and another one takes its place."""
-    trainer, number = make_trainer(**SIZES), 0
+    config = replace(config, tcp_rate=RATE / 4)  # a delta pays, also while others use the cores
+    trainer, number = make_trainer(config=config, **SIZES), 0
     for _ in range(2):
         peers["engine"].call(start_engine, config)
         trainer.writers[0].wait_for_engines(1, timeout_s=30)
