@@ -207,37 +207,43 @@ def test_files_hold_whole_tensors_up_to_a_size() -> None:
     assert [part.name for part in split_files(tensors, 1)] == [f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3)]
 
 
-def receive(config: SyncConfig, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def receive(config: SyncConfig, folder: Path, *more: str) -> int:
+    """``awex receive``, in this process; its exit status."""
     where = ["--meta-server", config.meta_server, "--output", str(folder), "--timeout", "20", *more]
-    command = [sys.executable, "-m", "awex_core.cli", "receive", *where]
-    env = os.environ | {"AWEX_TOKEN": config.token, "AWEX_CONNECT_TIMEOUT": "10"}
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWEX_TOKEN", config.token)
+        return cli.main(["receive", *where])
 
 
 def test_a_version_is_taken_into_files(
-    config: SyncConfig, make_relay: Callable[..., Relay], make_trainer: Callable[..., Trainer], tmp_path: Path
+    config: SyncConfig,
+    make_relay: Callable[..., Relay],
+    make_trainer: Callable[..., Trainer],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_relay(replace(config, catch_up=True))
     trainer = make_trainer(config=config)
     trainer.write(1)
     trainer.close()
-    found = receive(config, tmp_path / "taken", "--file-size", "300")
-    assert found.returncode == 0, found.stderr
-    assert found.stdout == f"{tmp_path / 'taken'}: version 1.1\n"
+    assert receive(config, tmp_path / "taken", "--file-size", "300") == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'taken'}: version 1.1\n"
     index = json.loads((tmp_path / "taken" / INDEX).read_text())
     assert set(index["weight_map"]) == set(trainer.weights) and index["metadata"]["version"] == "1.1"
     for name, file in index["weight_map"].items():
         with safe_open(tmp_path / "taken" / file, framework="pt") as opened:
             assert torch.equal(opened.get_tensor(name), trainer.weights[name])
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-    again = receive(config, tmp_path / "taken")
-    assert again.returncode == 1 and "exists; name a folder that does not" in again.stderr
+    assert receive(config, tmp_path / "taken") == 1
+    assert "exists; name a folder that does not" in capsys.readouterr().err
 
 
-def test_nothing_is_left_of_what_was_not_received(config: SyncConfig, tmp_path: Path) -> None:
-    found = receive(config, tmp_path / "taken", "--timeout", "1")
-    assert found.returncode == 1
-    assert "no version of job 'default' has come within 1 s: no engine had one to give" in found.stderr
+def test_nothing_is_left_of_what_was_not_received(
+    config: SyncConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert receive(config, tmp_path / "taken", "--timeout", "1") == 1
+    said = capsys.readouterr().err
+    assert "no version of job 'default' has come within 1 s: no engine had one to give" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -300,8 +306,7 @@ def test_a_stopped_and_a_killed_relay_are_named_and_the_next_version_repairs(
         relay.send_signal(signal.SIGCONT)
         trainer.writers[0].wait_for_engines(2, timeout_s=60)
         assert trainer.write(3).committed == ("e", "relay")
-        found = receive(replace(config), tmp_path / "taken", "--listen", "tcp://127.0.0.1:0")
-        assert found.returncode == 0, found.stderr
+        assert receive(config, tmp_path / "taken", "--listen", "tcp://127.0.0.1:0") == 0
         taken = load_file(next((tmp_path / "taken").glob("*.safetensors")))
         assert all(torch.equal(taken[name], tensor) for name, tensor in trainer.weights.items())
         relay.kill()
