@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from awex_core.checkpoint.manifest import read_map
+from awex_core.cli.arguments import add_timeout
 from awex_core.errors import ConfigError
 from awex_core.modes import ShadowFallback
 from awex_core.settings.config import SyncConfig
-from awex_core.settings.convert import Seconds, argument
 from awex_core.settings.token import require_token
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -49,13 +49,7 @@ def add_receive(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument(
         "--file-size", type=parse_nbytes, default=5 * 10**9, metavar="SIZE", help="of a file at most (default: 5GB)"
     )
-    command.add_argument(
-        "--timeout",
-        type=argument(Seconds),
-        default=600.0,
-        metavar="SECONDS",
-        help="how long to wait for a version (default: %(default)s)",
-    )
+    add_timeout(command, 600.0, "how long to wait for a version")
     _add_listen(command)
     _add_membership(command, "receiver")
     command.set_defaults(run=_run_receive)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from awex_core.cli.arguments import add_job, add_timeout
 from awex_core.errors import ConfigError, SyncFailed, SyncTimeout
 from awex_core.meta.tls import Tls
-from awex_core.settings.convert import Seconds, argument
 from awex_core.settings.token import require_token
 from awex_core.version import INITIAL, Version
 
@@ -47,16 +47,8 @@ def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str, run: Command
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, allow_abbrev=False, help=about, description=f"{about.capitalize()}.")
-    command.add_argument("--meta-server", required=True, metavar="HOST:PORT[,...]")
-    command.add_argument("--job", default="default", help="default: %(default)s")
-    command.add_argument("--token-file", help="file with the bearer token (default: AWEX_TOKEN or AWEX_TOKEN_FILE)")
-    command.add_argument(
-        "--timeout",
-        type=argument(Seconds),
-        default=300.0,
-        metavar="SECONDS",
-        help="how long the engines may take (default: %(default)s)",
-    )
+    add_job(command)
+    add_timeout(command, 300.0, "how long the engines may take")
     command.set_defaults(run=lambda arguments: _run(run, arguments))
     return command
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from awex_core.cli.arguments import add_job
 from awex_core.meta.tls import Tls
 from awex_core.settings.token import require_token
 
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 def add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "show a job's writers, engines and current version"
     command = commands.add_parser("status", allow_abbrev=False, help=about, description=about.capitalize() + ".")
-    command.add_argument("--meta-server", required=True, metavar="HOST:PORT[,...]")
-    command.add_argument("--job", default="default", help="default: %(default)s")
-    command.add_argument("--token-file", help="file with the bearer token (default: AWEX_TOKEN or AWEX_TOKEN_FILE)")
+    add_job(command)
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_run_status)
 

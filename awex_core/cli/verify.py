@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from awex_core.cli.arguments import add_job, add_timeout
 from awex_core.errors import ConfigError, SyncTimeout, Unreachable, VerifyError
 from awex_core.meta.tls import Tls
-from awex_core.settings.convert import Seconds, argument
 from awex_core.settings.token import require_token
 
 if TYPE_CHECKING:
@@ -37,16 +37,8 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     command.add_argument("--engine", required=True, metavar="NAME_OR_URL", help="its name, or where it serves HTTP")
     command.add_argument("--checkpoint", required=True, type=Path, metavar="DIR", help="folder with safetensors files")
-    command.add_argument("--meta-server", required=True, metavar="HOST:PORT[,...]")
-    command.add_argument("--job", default="default", help="default: %(default)s")
-    command.add_argument("--token-file", help="file with the bearer token (default: AWEX_TOKEN or AWEX_TOKEN_FILE)")
-    command.add_argument(
-        "--timeout",
-        type=argument(Seconds),
-        default=600.0,
-        metavar="SECONDS",
-        help="how long the engine may take; a version that comes meanwhile waits (default: %(default)s)",
-    )
+    add_job(command)
+    add_timeout(command, 600.0, "how long the engine may take; a version that comes meanwhile waits")
     command.set_defaults(run=_run_verify)
 
 
